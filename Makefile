@@ -1,0 +1,29 @@
+# Every heavy environment is a venv of its own, made by one target, and never needed by the others.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help venv lint test fault clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.done: requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+venv: $(VENV)/.done ## the development environment in .venv
+
+lint: venv ## ruff and mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+test: venv ## the whole CPU tier
+	$(BIN)/python -m pytest
+
+fault: venv ## the pool driven through its failure paths
+	$(BIN)/python -m pytest -m fault
+
+clean: ## remove what the targets made
+	rm -rf .venv .venv-* build

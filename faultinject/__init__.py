@@ -1,0 +1,1 @@
+"""Fault injection for threaded Python."""
