@@ -1,0 +1,45 @@
+"""Counters and the one ERROR line per fault, so that nothing is swallowed; must never decide anything."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+
+logger = logging.getLogger("vllm_ascend_ext.kv_pool")
+
+
+class Stats:
+    """Thread-safe counters. ``failure`` counts a fault and logs it once, with the request that it belongs to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: defaultdict[str, float] = defaultdict(float)
+
+    def count(self, name: str, amount: float = 1) -> None:
+        with self._lock:
+            self._counts[name] += amount
+
+    def failure(
+        self, name: str, detail: object, requests: Iterable[str] = (), cause: BaseException | None = None
+    ) -> None:
+        """Count ``name`` and write one ERROR line: what failed, for whom, and why."""
+        self.count(name)
+        whom = ", ".join(sorted(requests)) or "-"
+        why = f": {type(cause).__name__}: {cause}" if cause is not None else ""
+        logger.error("%s [requests: %s] %s%s", name, whom, detail, why)
+
+    def get(self, name: str) -> float:
+        with self._lock:
+            return self._counts.get(name, 0)
+
+    def snapshot(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._counts)
+
+    def take(self) -> dict[str, float]:
+        """The counts since the last ``take``; starts again from nothing."""
+        with self._lock:
+            counts, self._counts = dict(self._counts), defaultdict(float)
+            return counts
