@@ -1,0 +1,124 @@
+"""Turns whatever a store engine answers into exactly one status per key; must never know requests or threads.
+
+This is the only caller of a Backend in the pool. It never raises for what an engine does: an Exception, None or an
+answer of the wrong length means that every key of the call failed. (A BaseException passes: it ends the thread.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_ascend_ext.kv_pool.backend.base import Addresses, Backend
+from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock
+from vllm_ascend_ext.kv_pool.errors import Status, as_int, check_length, from_native
+from vllm_ascend_ext.kv_pool.fence import Fence
+from vllm_ascend_ext.kv_pool.observe import Stats
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One status per key of a call, in the order of its keys, and what went wrong with the call as a whole."""
+
+    statuses: list[Status]
+    cause: BaseException | None = None
+
+    @property
+    def ok(self) -> bool:
+        return all(status is Status.OK for status in self.statuses)
+
+    def failed(self) -> list[int]:
+        """The indices of the keys that did not succeed."""
+        return [index for index, status in enumerate(self.statuses) if status is not Status.OK]
+
+
+class Breaker:
+    """Keeps a dead engine from costing a deadline per call: open for ``backoff`` seconds, then one call may try."""
+
+    def __init__(self, backoff: float, clock: Clock = MONOTONIC) -> None:
+        self._backoff = backoff
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._retry_at: float | None = None
+
+    def trip(self) -> None:
+        with self._lock:
+            self._retry_at = self._clock.now() + self._backoff
+
+    def reset(self) -> None:
+        with self._lock:
+            self._retry_at = None
+
+    def allows(self) -> bool:
+        """False while the engine is left alone. When the period is over, True for one caller a period."""
+        with self._lock:
+            if self._retry_at is None:
+                return True
+            if self._clock.now() < self._retry_at:
+                return False
+            self._retry_at = self._clock.now() + self._backoff
+            return True
+
+
+class StoreClient:
+    """A Backend with statuses. ``breaker`` is tripped by whoever gave up waiting, and by UNAVAILABLE answers."""
+
+    def __init__(self, backend: Backend, stats: Stats, *, backoff: float = 1.0, clock: Clock = MONOTONIC) -> None:
+        self.backend = backend
+        self.stats = stats
+        self.breaker = Breaker(backoff, clock)
+
+    def exists(self, keys: Sequence[str]) -> Answer:
+        """OK for a published key, MISSING for one that is not there; anything else is a failure of that key."""
+        return self._call("exists", len(keys), lambda: self.backend.exists(keys), self._presence)
+
+    def put(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> Answer:
+        return self._call("put", len(keys), lambda: self.backend.put(keys, addrs, sizes, fence), self._code)
+
+    def get(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> Answer:
+        return self._call("get", len(keys), lambda: self.backend.get(keys, addrs, sizes, fence), self._code)
+
+    def _call(self, name: str, n: int, call: Callable[[], Any], convert: Callable[[Any], Status]) -> Answer:
+        if n == 0:
+            return Answer([])
+        if not self.breaker.allows():
+            self.stats.count(f"store_{name}_skipped", n)
+            return Answer([Status.UNAVAILABLE] * n)
+        try:
+            raw = check_length(call(), n, name)
+            answer = Answer([convert(code) for code in raw])
+        except Exception as cause:
+            answer = Answer([Status.FAILED] * n, cause)
+        self._account(name, answer)
+        return answer
+
+    def _account(self, name: str, answer: Answer) -> None:
+        failed = sum(status not in (Status.OK, Status.MISSING) for status in answer.statuses)
+        self.stats.count(f"store_{name}_keys", len(answer.statuses))
+        if failed:
+            self.stats.count(f"store_{name}_failed_keys", failed)
+        if all(status is Status.UNAVAILABLE for status in answer.statuses):
+            self.breaker.trip()
+        elif not failed:
+            self.breaker.reset()
+
+    def _code(self, raw: Any) -> Status:
+        return from_native(self.backend.engine, raw)
+
+    def _presence(self, raw: Any) -> Status:
+        number = as_int(raw)
+        if number == 1:
+            return Status.OK
+        if number == 0:
+            return Status.MISSING
+        status = from_native(self.backend.engine, raw)
+        return Status.FAILED if status is Status.OK else status
+
+
+def rectangular(rows: Sequence[Sequence[int]]) -> Addresses:
+    """A (keys, segments) int64 array from nested sequences of one length."""
+    return np.asarray(rows, dtype=np.int64).reshape(len(rows), -1)
