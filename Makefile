@@ -2,8 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINE := .venv-engine
 
-.PHONY: help venv lint test fault clean
+.PHONY: help venv lint test fault engine clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +25,15 @@ test: venv ## the whole CPU tier
 
 fault: venv ## the pool driven through its failure paths
 	$(BIN)/python -m pytest -m fault
+
+$(ENGINE)/.done: requirements-engine.txt pyproject.toml
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-engine.txt
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+engine: $(ENGINE)/.done ## the connector in a real vLLM engine on the CPU, in .venv-engine
+	$(ENGINE)/bin/python -m pytest -m engine tests/e2e/engine
 
 clean: ## remove what the targets made
 	rm -rf .venv .venv-* build
