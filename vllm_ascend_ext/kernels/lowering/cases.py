@@ -28,7 +28,26 @@ TARGETS = (A2, A3)
 
 #: The types an argument may have; a leading ``*`` makes it a pointer to that type in global memory.
 SCALAR_TYPES = frozenset(
-    ["i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e5b16"]
+    [
+        "i1",
+        "i8",
+        "i16",
+        "i32",
+        "i64",
+        "u1",
+        "u8",
+        "u16",
+        "u32",
+        "u64",
+        "fp16",
+        "bf16",
+        "fp32",
+        "fp64",
+        "fp8e4nv",
+        "fp8e5",
+        "fp8e4b15",
+        "fp8e5b16",
+    ]
 )
 
 Constant = int | float | bool | str | None

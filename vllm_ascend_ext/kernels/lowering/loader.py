@@ -1,0 +1,246 @@
+"""Takes from a Python file just what its kernels need, so that a kernel loads where its project doesn't.
+
+A kernel file imports the serving stack that launches it; the kernel itself needs Triton, a few constants and helper
+functions. So only those top-level statements run that the wanted name leads to, in the order of the file. An import
+that fails leaves a note in place of its names, and matters only if the kernel really uses one.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Names under which projects pass Triton on, and what they are here; a project's own switch would look for a device.
+_TRITON_REEXPORTS = {"triton": "triton", "tl": "triton.language"}
+
+
+class LoadError(ValueError):
+    """The file or the name in it can't be loaded; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Stands for a name whose import or definition failed, and says why."""
+
+    name: str
+    reason: str
+
+
+class Loader:
+    """Loads names from files on demand; each file's statements run at most once.
+
+    ``roots`` are folders in which modules are looked for besides the one that holds a file's own package.
+    """
+
+    def __init__(self, roots: Sequence[Path] = ()) -> None:
+        self.roots = tuple(roots)
+        self._files: dict[Path, _File] = {}
+
+    def load(self, path: Path, name: str) -> Any:
+        """The object called ``name`` in the file; LoadError if there is none or its definition fails."""
+        value = self._file(path).get(name)
+        if isinstance(value, Missing):
+            raise LoadError(f"{path}: {name} can't be loaded: {value.reason}")
+        return value
+
+    def defines(self, path: Path, name: str) -> bool:
+        """Whether a top-level statement of the file defines ``name``."""
+        return name in self._file(path).definitions
+
+    def kernels(self, path: Path) -> list[str]:
+        """Names of the top-level functions of the file that are decorated with ``triton.jit``."""
+        return [
+            node.name
+            for statement in self._file(path).statements
+            for node in _scope(statement)
+            if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list))
+        ]
+
+    def missing(self, path: Path, name: str) -> list[Missing]:
+        """What the function ``name`` uses that couldn't be loaded."""
+        file = self._file(path)
+        used = [n for i in file.definitions.get(name, []) for n in _names_used(file.statements[i])]
+        return [value for n in dict.fromkeys(used) if isinstance(value := file.namespace.get(n), Missing)]
+
+    def _file(self, path: Path) -> _File:
+        path = path.resolve()
+        if path not in self._files:
+            self._files[path] = _File(path, self)
+        return self._files[path]
+
+
+class _File:
+    """One source file: its top-level statements, what each defines, and the namespace in which they run."""
+
+    def __init__(self, path: Path, loader: Loader) -> None:
+        try:
+            source = path.read_text()
+            self.statements = ast.parse(source, str(path)).body
+        except OSError as error:
+            raise LoadError(f"{path}: {error.strerror}") from None
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise LoadError(f"{path} is not a Python file: {error}") from None
+        self._path, self._loader = path, loader
+        self._root, self._package = _package_of(path)
+        name = f"{self._package}.{path.stem}" if self._package else path.stem
+        self.namespace: dict[str, Any] = {"__name__": name, "__file__": str(path), "__builtins__": builtins}
+        self.definitions: dict[str, list[int]] = {}
+        for index, statement in enumerate(self.statements):
+            for defined in _names_defined(statement):
+                self.definitions.setdefault(defined, []).append(index)
+        self._done: set[int] = set()
+
+    def get(self, name: str) -> Any:
+        if name not in self.definitions:
+            raise LoadError(f"{self._path} has no top-level {name!r}")
+        for index in sorted(self._needed(name)):
+            self._run(index, name)
+        return self.namespace[name]
+
+    def _needed(self, name: str) -> set[int]:
+        """Indexes of the statements that ``name`` leads to."""
+        needed: set[int] = set()
+        wanted = [name]
+        while wanted:
+            for index in self.definitions.get(wanted.pop(), []):
+                if index not in needed:
+                    needed.add(index)
+                    wanted += _names_used(self.statements[index])
+        return needed
+
+    def _run(self, index: int, wanted: str) -> None:
+        if index in self._done:
+            return
+        self._done.add(index)
+        statement = self.statements[index]
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            self._import(statement)
+            return
+        try:
+            self._execute(self._branch(statement) if isinstance(statement, ast.If) else [_without_tuners(statement)])
+        except Exception as error:  # any project code may run here
+            for name in _names_defined(statement):
+                reason = f"line {statement.lineno} raises {type(error).__name__}: {error}"
+                self.namespace.setdefault(name, Missing(name, self._blame(statement) or reason))
+
+    def _execute(self, statements: list[ast.stmt]) -> None:
+        exec(compile(ast.Module(statements, []), str(self._path), "exec"), self.namespace)
+
+    def _branch(self, statement: ast.If) -> list[ast.stmt]:
+        """The branch that is taken; if the condition needs what is missing, the last one, where newer versions stand."""
+        try:
+            test = eval(compile(ast.Expression(statement.test), str(self._path), "eval"), self.namespace)
+        except Exception:  # any project code may run here
+            test = not statement.orelse
+        return statement.body if test else statement.orelse
+
+    def _blame(self, node: ast.AST) -> str:
+        """The failed import behind a failed statement, if there is one."""
+        values = (self.namespace.get(name) for name in _names_used(node))
+        return next((value.reason for value in values if isinstance(value, Missing)), "")
+
+    def _import(self, statement: ast.Import | ast.ImportFrom) -> None:
+        for alias in statement.names:
+            if isinstance(statement, ast.Import):
+                name = alias.asname or alias.name.partition(".")[0]
+                value = _module(alias.name if alias.asname else name, then=alias.name)
+            else:
+                name = alias.asname or alias.name
+                value = self._from(statement, alias.name)
+            self.namespace[name] = value
+
+    def _from(self, statement: ast.ImportFrom, name: str) -> Any:
+        """``from module import name``: an imported module, then a file beside this one, then an installed module."""
+        module = statement.module or ""
+        if statement.level:
+            parts = self._package.split(".")[: len(self._package.split(".")) - statement.level + 1]
+            module = ".".join([*parts, module] if module else parts)
+        if name in _TRITON_REEXPORTS and not module.startswith("triton"):
+            return importlib.import_module(_TRITON_REEXPORTS[name])
+        if name == "HAS_TRITON":
+            return True
+        if module not in sys.modules:
+            for path in self._beside(f"{module}.{name}".replace(".", "/"), module.replace(".", "/")):
+                if self._loader.defines(path, name):
+                    return self._loader._file(path).get(name)
+        found = _module(module, then=module)
+        if isinstance(found, Missing):
+            return Missing(name, found.reason)
+        try:
+            return getattr(found, name)
+        except AttributeError:
+            return _module(f"{module}.{name}", then=f"{module}.{name}")
+
+    def _beside(self, *modules: str) -> Iterator[Path]:
+        for root in (self._root, *self._loader.roots):
+            for module in modules:
+                for path in (root / f"{module}.py", root / module / "__init__.py"):
+                    if path.is_file():
+                        yield path
+
+
+def _module(name: str, then: str) -> Any:
+    """The installed module ``name`` after importing ``then``, which may be one of its parts; Missing if that fails."""
+    try:
+        importlib.import_module(then)
+    except Exception as error:  # an installed module may fail in any way where its device is missing
+        return Missing(name, f"import of {then} fails: {error}")
+    return sys.modules[name]
+
+
+def _package_of(path: Path) -> tuple[Path, str]:
+    """The folder that holds the file's outermost package, and the dotted name of the package."""
+    folder, parts = path.parent, []
+    while (folder / "__init__.py").is_file():
+        parts.append(folder.name)
+        folder = folder.parent
+    return folder, ".".join(reversed(parts))
+
+
+def _scope(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement that belong to the scope it stands in, not to a function's or class's own."""
+    yield node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _scope(child)
+
+
+def _names_defined(statement: ast.stmt) -> list[str]:
+    names = []
+    for node in _scope(statement):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names += [
+                a.asname or (a.name if isinstance(node, ast.ImportFrom) else a.name.partition(".")[0])
+                for a in node.names
+            ]
+    return names
+
+
+def _names_used(tree: ast.AST) -> list[str]:
+    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+
+
+def _without_tuners(statement: ast.stmt) -> ast.stmt:
+    """A kernel without the decorators around ``triton.jit``: tuners ask a device, and a case says what they choose."""
+    if isinstance(statement, ast.FunctionDef):
+        jit = next((i for i, decorator in enumerate(statement.decorator_list) if _is_jit(decorator)), 0)
+        statement.decorator_list = statement.decorator_list[jit:]
+    return statement
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return (isinstance(called, ast.Attribute) and called.attr == "jit") or (
+        isinstance(called, ast.Name) and called.id == "jit"
+    )
