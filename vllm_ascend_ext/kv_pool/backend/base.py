@@ -63,6 +63,10 @@ class Backend(ABC):
         """Copy each key's value into its segments; one native code per key; no byte is written for a failed key's
         size mismatch."""
 
+    @abstractmethod
+    def remove(self, keys: Sequence[str]) -> Sequence[int]:
+        """Forget each key (its bytes turned out wrong); one native code per key; a leased one is refused."""
+
     def batch_alloc(self, keys: Sequence[str], sizes: Sequence[int]) -> Sequence[int]:
         """Open a write of ``sizes`` bytes for each key: its global address, or 0. An existing key's own address."""
         raise NotImplementedError(f"{self.engine} has no global addresses")

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from vllm_ascend_ext.kv_pool.backend.base import Addresses, Backend
+from vllm_ascend_ext.kv_pool.checksum import Trailers
 from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock
-from vllm_ascend_ext.kv_pool.errors import Status, as_int, check_length, from_native
+from vllm_ascend_ext.kv_pool.errors import Cancelled, Status, as_int, check_length, from_native
 from vllm_ascend_ext.kv_pool.fence import Fence
 from vllm_ascend_ext.kv_pool.observe import Stats
 
@@ -65,22 +64,67 @@ class Breaker:
 
 
 class StoreClient:
-    """A Backend with statuses. ``breaker`` is tripped by whoever gave up waiting, and by UNAVAILABLE answers."""
+    """A Backend with statuses. ``breaker`` is tripped by whoever gave up waiting, and by UNAVAILABLE answers.
 
-    def __init__(self, backend: Backend, stats: Stats, *, backoff: float = 1.0, clock: Clock = MONOTONIC) -> None:
+    With ``checksum`` a digest is stored behind each value and compared after each load (host memory only).
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        stats: Stats,
+        *,
+        checksum: bool = False,
+        backoff: float = 1.0,
+        clock: Clock = MONOTONIC,
+    ) -> None:
         self.backend = backend
         self.stats = stats
         self.breaker = Breaker(backoff, clock)
+        self._checksum = checksum
 
     def exists(self, keys: Sequence[str]) -> Answer:
         """OK for a published key, MISSING for one that is not there; anything else is a failure of that key."""
         return self._call("exists", len(keys), lambda: self.backend.exists(keys), self._presence)
 
     def put(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> Answer:
-        return self._call("put", len(keys), lambda: self.backend.put(keys, addrs, sizes, fence), self._code)
+        """Publish each key's segments."""
+
+        def call() -> Sequence[int]:
+            if not self._checksum:
+                return self.backend.put(keys, addrs, sizes, fence)
+            trailers = Trailers(keys)
+            if not trailers.write(addrs, sizes, fence):
+                raise Cancelled("put")
+            return self.backend.put(keys, *trailers.append_to(addrs, sizes), fence)
+
+        return self._call("put", len(keys), call, self._code)
 
     def get(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> Answer:
-        return self._call("get", len(keys), lambda: self.backend.get(keys, addrs, sizes, fence), self._code)
+        """Load each key's segments; bytes that are not those that were saved are CORRUPT."""
+        if not self._checksum:
+            return self._call("get", len(keys), lambda: self.backend.get(keys, addrs, sizes, fence), self._code)
+        trailers = Trailers(keys)
+        answer = self._call(
+            "get", len(keys), lambda: self.backend.get(keys, *trailers.append_to(addrs, sizes), fence), self._code
+        )
+        if not any(status is Status.OK for status in answer.statuses):
+            return answer
+        same = trailers.verify(addrs, sizes, fence)
+        if same is None:
+            return Answer([Status.CANCELLED] * len(keys), Cancelled("get"))
+        corrupt = [status is Status.OK and not right for status, right in zip(answer.statuses, same, strict=True)]
+        if any(corrupt):
+            self._forget([key for key, bad in zip(keys, corrupt, strict=True) if bad])
+        return Answer(
+            [Status.CORRUPT if bad else status for status, bad in zip(answer.statuses, corrupt, strict=True)],
+            answer.cause,
+        )
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        """Remove corrupt values, or they would stay: a put of an existing key keeps the first data."""
+        self.stats.count("store_get_corrupt_keys", len(keys))
+        self._call("remove", len(keys), lambda: self.backend.remove(keys), self._code)
 
     def _call(self, name: str, n: int, call: Callable[[], Any], convert: Callable[[Any], Status]) -> Answer:
         if n == 0:
@@ -117,8 +161,3 @@ class StoreClient:
             return Status.MISSING
         status = from_native(self.backend.engine, raw)
         return Status.FAILED if status is Status.OK else status
-
-
-def rectangular(rows: Sequence[Sequence[int]]) -> Addresses:
-    """A (keys, segments) int64 array from nested sequences of one length."""
-    return np.asarray(rows, dtype=np.int64).reshape(len(rows), -1)

@@ -1,0 +1,79 @@
+"""Where each block of a group lies in device memory, as arrays only; must never know keys, requests or tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_ext.kv_pool.errors import ConfigError
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """One group's caches: segment s of block b is ``length[s]`` bytes at ``base[s] + b * stride[s]``.
+
+    Segments are in layer order; ``per_layer`` of them belong to each layer (K and V apart, say).
+    """
+
+    base: Sequence[int]
+    length: Sequence[int]
+    stride: Sequence[int]
+    num_blocks: int
+    per_layer: int = 1
+    _base: IntArray = field(init=False, repr=False, compare=False)
+    _length: IntArray = field(init=False, repr=False, compare=False)
+    _stride: IntArray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sizes = {"base": len(self.base), "length": len(self.length), "stride": len(self.stride)}
+        if not self.base or len(set(sizes.values())) != 1:
+            raise ConfigError(f"layout {sizes}: one entry per segment is needed in each, and at least one segment")
+        if self.per_layer <= 0 or len(self.base) % self.per_layer:
+            raise ConfigError(f"per_layer={self.per_layer}: must divide the {len(self.base)} segments")
+        if self.num_blocks <= 0:
+            raise ConfigError(f"num_blocks={self.num_blocks}: must be positive")
+        for name in ("base", "length", "stride"):
+            values = np.asarray(getattr(self, name), dtype=np.int64)
+            if (values <= 0).any():
+                raise ConfigError(f"{name}={list(getattr(self, name))}: addresses and sizes must be positive")
+            object.__setattr__(self, f"_{name}", values)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.base) // self.per_layer
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return int(self._length.sum())
+
+    def addresses(self, block_ids: IntArray) -> tuple[IntArray, IntArray]:
+        """(n, segments) addresses and lengths of ``n`` blocks; raises ConfigError for an id outside the cache."""
+        self._check(block_ids)
+        addresses = self._base[None, :] + block_ids[:, None] * self._stride[None, :]
+        return addresses, np.broadcast_to(self._length, addresses.shape)
+
+    def layer_addresses(self, block_ids: IntArray, layer: int) -> tuple[IntArray, IntArray]:
+        """(n, per_layer) addresses and lengths of one layer of ``n`` blocks."""
+        self._check(block_ids)
+        part = slice(layer * self.per_layer, (layer + 1) * self.per_layer)
+        addresses = self._base[None, part] + block_ids[:, None] * self._stride[None, part]
+        return addresses, np.broadcast_to(self._length[part], addresses.shape)
+
+    def layer_offset(self, layer: int) -> int:
+        """Bytes of a block's value that stand before ``layer``."""
+        return int(self._length[: layer * self.per_layer].sum())
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each segment's memory over all blocks, for registration with an engine."""
+        span = (self.num_blocks - 1) * self._stride + self._length
+        return list(zip(self._base.tolist(), span.tolist(), strict=True))
+
+    def _check(self, block_ids: IntArray) -> None:
+        if block_ids.size and (int(block_ids.min()) < 0 or int(block_ids.max()) >= self.num_blocks):
+            raise ConfigError(f"block ids {block_ids.min()}..{block_ids.max()}: allowed are 0..{self.num_blocks - 1}")

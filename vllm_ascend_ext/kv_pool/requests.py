@@ -1,0 +1,148 @@
+"""What the scheduler tells the worker about each request and hears back; must never know vLLM or a store.
+
+Everything here crosses process boundaries (pickle), so it is plain data. Work is named by job ids, never by bare
+request ids: a request that was preempted and resumed has a new life, which nothing of the old one may touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vllm_ascend_ext.kv_pool.layout import IntArray
+
+
+class RequestView(Protocol):
+    """What the scheduler reads off an engine's request. Hashes: one per full ``hash_unit`` of verified tokens."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """One request of a step: its state before the step and its whole current block table, one list per group."""
+
+    req_id: str
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    block_ids: tuple[Sequence[int], ...]
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    requests: Sequence[ScheduledRequest] = ()
+    preempted: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """Tokens ``vllm_cached_tokens`` to ``pool_cached_tokens`` come from the pool."""
+
+    job_id: int
+    vllm_cached_tokens: int
+    pool_cached_tokens: int
+    is_async: bool
+
+
+@dataclass(frozen=True)
+class SaveSpec:
+    """Full blocks between two token boundaries go to the pool."""
+
+    job_id: int
+    start_token: int
+    end_token: int
+
+
+@dataclass(frozen=True)
+class ReqMeta:
+    """One request's part of a step. ``block_hashes`` reach from the first token to the last one concerned."""
+
+    req_id: str
+    block_ids: tuple[IntArray, ...]
+    block_hashes: tuple[bytes, ...]
+    load: LoadSpec | None = None
+    save: SaveSpec | None = None
+    token_ids: tuple[int, ...] = ()  # of the tokens to save, when KV events are on
+
+
+@dataclass
+class PoolMetadata:
+    """One step's orders to every worker.
+
+    ``computed_blocks``: ids, over all groups, of blocks that this step computes from their first token on; whatever was
+    wrong with them is overwritten. ``delayed_free``: finished requests whose blocks vLLM keeps until the worker names
+    them as sent.
+    """
+
+    requests: list[ReqMeta] = field(default_factory=list)
+    computed_blocks: tuple[IntArray, ...] = ()
+    preempted: frozenset[str] = frozenset()
+    delayed_free: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block that is in the pool since this step, for KV events."""
+
+    group: int
+    block_hash: bytes
+    parent_hash: bytes | None
+    token_ids: tuple[int, ...]
+    block_size: int
+
+
+@dataclass
+class WorkerReport:
+    """What became of the jobs of a step on one rank, or merged over ranks.
+
+    ``saved_until``: for each save job, the end of the unbroken run of saved tokens, and how many ranks said so.
+    ``failed_loads``: job ids of loads of which any block did not arrive.
+    """
+
+    saved_until: dict[int, tuple[int, int]] = field(default_factory=dict)
+    failed_loads: set[int] = field(default_factory=set)
+
+    def merge(self, other: WorkerReport) -> WorkerReport:
+        """Both ranks' results; a job got as far as the rank that got least far."""
+        merged = WorkerReport(dict(self.saved_until), self.failed_loads | other.failed_loads)
+        for job, (until, ranks) in other.saved_until.items():
+            mine = merged.saved_until.get(job)
+            merged.saved_until[job] = (until, ranks) if mine is None else (min(mine[0], until), mine[1] + ranks)
+        return merged
+
+
+@dataclass
+class RequestTracker:
+    """The scheduler's memory of one live request; dropped when the request ends."""
+
+    request: RequestView
+    hit_tokens: int = 0  # what was offered last, counted from the first token
+    cached_tokens: int = 0  # of these, on the device already
+    hit_failed: bool = False  # a load failed: this request computes what it needs
+    load_job: int | None = None  # a load that hasn't been reported
+    saved_tokens: int = 0  # the unbroken run that is known to be in the pool
+    offered_tokens: int = 0  # the furthest boundary that was ever offered for saving
+    save_failures: int = 0  # in a row
+    save_jobs: dict[int, SaveSpec] = field(default_factory=dict)  # not reported by all ranks yet
+    block_ids: tuple[Sequence[int], ...] = ()  # the table of the last step
+
+    def forget_life(self) -> None:
+        """Preempted: nothing that is still under way belongs to the request any more."""
+        self.save_jobs.clear()
+        self.load_job = None
+        self.block_ids = ()
+        self.offered_tokens = self.saved_tokens
