@@ -84,6 +84,11 @@ class KVPoolWorker:
             self.close()
             raise
 
+    @property
+    def head_rank(self) -> int:
+        """Which shard of the KV heads this rank holds."""
+        return self._setup.topology.head_rank
+
     def register_kv_caches(self, layouts: Sequence[BlockLayout]) -> None:
         """Where the caches are, one layout per group; raises ConfigError if their number is wrong."""
         if len(layouts) != len(self._setup.groups):
