@@ -1,0 +1,220 @@
+"""Starts engine processes and drives them from a test; must never import vllm.
+
+    with launcher.engine(EngineConfig(model=path), log=tmp_path / "engine.log") as engine:
+        run = engine.generate([Request(prompt, max_tokens=8)])
+
+Every wait has a deadline: an engine that hangs fails the test with the end of its log, and is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+START_SECONDS = 120.0
+ANSWER_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request: token ids in, `max_tokens` greedy tokens out; times are counted in engine steps."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 8
+    arrive: int = 0
+    abort: int | None = None
+    salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    tokens: tuple[int, ...]
+    finish: str
+    cached: int
+
+
+@dataclass(frozen=True)
+class Run:
+    outputs: tuple[Output, ...]
+    steps: int
+
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(output.tokens for output in self.outputs)
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Prompt tokens that each request did not compute: local prefix hits and hits in the pool."""
+        return tuple(output.cached for output in self.outputs)
+
+    @property
+    def finishes(self) -> tuple[str, ...]:
+        return tuple(output.finish for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What makes an engine: the model directory, vLLM's own options, and the KV transfer configuration (None: no connector)."""
+
+    model: Path
+    transfer: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments for vllm.EngineArgs."""
+        defaults: dict[str, Any] = {
+            "model": str(self.model),
+            "dtype": "float32",
+            "block_size": 32,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 16,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+        }
+        return defaults | self.options | ({"kv_transfer_config": self.transfer} if self.transfer else {})
+
+
+class EngineError(AssertionError):
+    """The engine process answered with a traceback, died, or did not answer in time."""
+
+
+class Launcher:
+    """The process that has vLLM imported and forks the engines; started when the first one is asked for."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def engine(self, config: EngineConfig, log: Path) -> Engine:
+        """A new engine process; it is ready when the context that it makes is entered."""
+        if self._control is None:
+            self._control = self._start()
+        order = {"arguments": config.arguments(), "environment": config.environment}
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("wb") as output:
+            socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno(), output.fileno()])
+        return Engine(ours, log)
+
+    def close(self) -> None:
+        if self._process is not None and self._control is not None:
+            self._control.close()
+            self._process.wait(ANSWER_SECONDS)
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = os.environ | {
+            "PYTHONPATH": str(HERE),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        with theirs, self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "host.py"), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        return ours
+
+
+class Engine:
+    """One engine process. A context manager: closed in order on success, killed on failure."""
+
+    def __init__(self, connection: socket.socket, log: Path) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("rw", encoding="utf-8", newline="\n")
+        self._log = log
+        self._pid: int | None = None
+
+    def __enter__(self) -> Engine:
+        try:
+            self._pid = int(self._answer(START_SECONDS, "start"))
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and self._pid is not None:
+            self._ask(ANSWER_SECONDS, "close")
+        self.kill()
+
+    def generate(self, requests: list[Request], seconds: float = 60.0) -> Run:
+        """Run the requests to their ends; fails when that takes longer than `seconds` (a livelock does)."""
+        answer = self._ask(seconds + 30, "generate", requests=[asdict(r) for r in requests], seconds=seconds)
+        outputs = [Output(tuple(o["tokens"]), o["finish"], o["cached"] or 0) for o in answer["outputs"]]
+        return Run(tuple(outputs), answer["steps"])
+
+    def reset_prefix_cache(self, connector: bool = False) -> bool:
+        """Empty vLLM's own prefix cache, so that only the pool can still supply a prefix."""
+        return bool(self._ask(ANSWER_SECONDS, "reset_prefix_cache", connector=connector))
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        return dict(self._ask(ANSWER_SECONDS, "metrics", prefix=prefix))
+
+    def blocks_in_use(self) -> int:
+        return int(self._ask(ANSWER_SECONDS, "blocks_in_use"))
+
+    def footprint(self) -> dict[str, Any]:
+        return dict(self._ask(ANSWER_SECONDS, "footprint"))
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        """Run `module:function(host, **arguments)` in the engine's process."""
+        return self._ask(ANSWER_SECONDS, "call", function=function, arguments=arguments)
+
+    def kill(self) -> None:
+        """End the process and the workers that it started, whatever state they are in; idempotent."""
+        if self._pid is not None:
+            pid, self._pid = self._pid, None
+            with suppress(ProcessLookupError):
+                ended = os.pidfd_open(pid)
+                with os.fdopen(ended), suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                    select.select([ended], [], [], 30)
+        self._lines.close()
+        self._connection.close()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def _ask(self, limit: float, command: str, **arguments: Any) -> Any:
+        self._connection.settimeout(limit)
+        try:
+            self._lines.write(json.dumps({"do": command} | arguments) + "\n")
+            self._lines.flush()
+        except OSError as error:
+            raise EngineError(f"{command}: {error!r}\n{self.log()[-4000:]}") from error
+        return self._answer(limit, command)
+
+    def _answer(self, limit: float, command: str) -> Any:
+        self._connection.settimeout(limit)
+        try:
+            line = self._lines.readline()
+        except OSError as error:
+            raise EngineError(f"{command}: no answer within {limit} s: {error!r}\n{self.log()[-4000:]}") from error
+        if not line:
+            raise EngineError(f"{command}: the engine process died\n{self.log()[-4000:]}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{command}: {answer['error']}\n{self.log()[-2000:]}")
+        return answer["ok"]
