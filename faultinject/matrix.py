@@ -1,0 +1,198 @@
+"""The fault matrix: site x action -> counts of outcomes, merged over items and processes; knows no pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from faultinject.explore import Exploration
+from faultinject.judge import BROKEN, OUTCOMES
+
+
+def summarize(found: Exploration) -> dict[str, Any]:
+    """One exploration as plain data that may cross processes."""
+    return {
+        "scenario": found.scenario.name,
+        "sites": list(found.scenario.sites),
+        "hits": dict(found.hits),
+        "injections": [
+            {
+                "token": injection.token,
+                "site": injection.site,
+                "action": injection.action,
+                "outcome": injection.verdict.outcome,
+                "reason": injection.verdict.reason,
+                "waived": injection.waiver is not None,
+            }
+            for injection in found.injections
+        ],
+        "waivers": [
+            {"pattern": waiver.pattern, "issue": waiver.issue, "outcome": waiver.outcome, **_use(found, waiver)}
+            for waiver in found.scenario.waivers
+        ],
+        "capped": [[site, role, seen] for (site, role), seen in sorted(found.capped.items())],
+        "missed": list(found.missed),
+        "no_effect": list(found.no_effect),
+        "incomplete": found.incomplete,
+        "runs": found.runs,
+        "seconds": found.seconds,
+    }
+
+
+def _use(found: Exploration, waiver: Any) -> dict[str, int]:
+    matching = [injection for injection in found.injections if waiver.matches(injection.token)]
+    return {"matched": len(matching), "waived": sum(injection.waiver == waiver for injection in matching)}
+
+
+@dataclass
+class Matrix:
+    """Summaries merged. An injection counts once, whichever items ran it (a site opened by two sites' faults)."""
+
+    target: str = ""
+    injections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    hits: dict[str, dict[str, int]] = field(default_factory=dict)
+    waivers: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
+    capped: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    missed: list[str] = field(default_factory=list)
+    no_effect: list[str] = field(default_factory=list)
+    incomplete: list[str] = field(default_factory=list)
+    runs: int = 0
+    busy_seconds: float = 0.0
+
+    def add(self, summary: dict[str, Any]) -> None:
+        scenario = summary["scenario"]
+        for injection in summary["injections"]:
+            self.injections.setdefault(injection["token"], injection)
+        hits = self.hits.setdefault(scenario, dict.fromkeys(summary["sites"], -1))
+        for site, count in summary["hits"].items():
+            hits[site] = max(hits.get(site, -1), count)
+        for waiver in summary["waivers"]:
+            key = (waiver["pattern"], waiver["issue"], waiver["outcome"])
+            known = self.waivers.setdefault(key, {**waiver, "matched": 0, "waived": 0})
+            known["matched"] += waiver["matched"]
+            known["waived"] += waiver["waived"]
+        for site, role, seen in summary["capped"]:
+            self.capped[scenario, site, role] = max(seen, self.capped.get((scenario, site, role), 0))
+        self.missed += summary["missed"]
+        self.no_effect += summary["no_effect"]
+        if summary["incomplete"]:
+            self.incomplete.append(f"{scenario}: {summary['incomplete']}")
+        self.runs += summary["runs"]
+        self.busy_seconds += summary["seconds"]
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return _count(injection["outcome"] for injection in self.injections.values())
+
+    @property
+    def broken(self) -> list[dict[str, Any]]:
+        """Broken injections, waived ones included, in the order of their tokens."""
+        return [
+            self.injections[token] for token in sorted(self.injections) if self.injections[token]["outcome"] in BROKEN
+        ]
+
+    @property
+    def unreached(self) -> list[str]:
+        """Declared sites that no run of any scenario hit."""
+        return [row["site"] for row in self.sites() if not row["reached"]]
+
+    @property
+    def passing_waivers(self) -> list[dict[str, Any]]:
+        """Waivers whose injections all ran well: the issue may be closed, and the waiver must go."""
+        return [waiver for waiver in self.waivers.values() if waiver["matched"] and not waiver["waived"]]
+
+    @property
+    def idle_waivers(self) -> list[dict[str, Any]]:
+        """Waivers that matched no injection at all."""
+        return [waiver for waiver in self.waivers.values() if not waiver["matched"]]
+
+    @property
+    def actions(self) -> list[str]:
+        """Columns: actions in the order in which they first came up."""
+        return list(dict.fromkeys(injection["action"] for injection in self.injections.values()))
+
+    def sites(self) -> list[dict[str, Any]]:
+        """One row per declared site: `hits` of the runs without faults, summed over scenarios, and cells by action."""
+        names = dict.fromkeys(site for hits in self.hits.values() for site in hits)
+        return [self._row(site) for site in names]
+
+    def _row(self, site: str) -> dict[str, Any]:
+        counts = [hits[site] for hits in self.hits.values() if site in hits]
+        mine = [injection for injection in self.injections.values() if injection["site"] == site]
+        cells = {}
+        for action in dict.fromkeys(injection["action"] for injection in mine):
+            chosen = [injection for injection in mine if injection["action"] == action]
+            ordinals = {
+                tuple(injection["token"].split(":")[:1] + injection["token"].split(":")[-4:-2]) for injection in chosen
+            }
+            cells[action] = {**_count(injection["outcome"] for injection in chosen), "ordinals": len(ordinals)}
+        return {
+            "site": site,
+            "reached": any(count >= 0 for count in counts),
+            "hits": sum(count for count in counts if count > 0),
+            "cells": cells,
+        }
+
+    def as_json(self, seconds: float) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "injections": len(self.injections),
+            "outcomes": self.outcomes,
+            "sites": self.sites(),
+            "waivers": list(self.waivers.values()),
+            "seconds": round(seconds, 3),
+            "runs": self.runs,
+            "busy_seconds": round(self.busy_seconds, 3),
+            "scenarios": list(self.hits),
+            "unreached": self.unreached,
+            "capped": [
+                {"scenario": scenario, "site": site, "role": role, "seen": seen}
+                for (scenario, site, role), seen in sorted(self.capped.items())
+            ],
+            "missed": sorted(self.missed),
+            "no_effect": len(self.no_effect),
+            "incomplete": self.incomplete,
+            "broken": self.broken,
+        }
+
+
+def _count(outcomes: Iterable[str]) -> dict[str, int]:
+    counts = dict.fromkeys(OUTCOMES, 0)
+    for outcome in outcomes:
+        counts[outcome] += 1
+    return counts
+
+
+_SHORT = {
+    "contained": "c",
+    "surfaced": "s",
+    "hang": "HANG",
+    "leak": "LEAK",
+    "swallowed": "SWALLOWED",
+    "wrong_data": "WRONG",
+}
+
+
+def cell_text(cell: dict[str, int]) -> str:
+    """`4c 2s 1HANG`: how many contained, surfaced, and each kind of broken."""
+    return " ".join(f"{cell[outcome]}{_SHORT[outcome]}" for outcome in OUTCOMES if cell[outcome])
+
+
+def table(matrix: Matrix) -> list[str]:
+    """The matrix as lines of text: one block per site, its actions behind it."""
+    lines = []
+    rows = matrix.sites()
+    width = max((len(row["site"]) for row in rows), default=0)
+    wide = max((len(action) for action in matrix.actions), default=0)
+    for row in rows:
+        if not row["reached"]:
+            lines.append(f"{row['site']:<{width}}  never reached")
+            continue
+        first = f"{row['site']:<{width}}  "
+        if not row["cells"]:
+            lines.append(f"{first}{row['hits']} hits, no injection")
+        for action, cell in row["cells"].items():
+            lines.append(f"{first}{action:<{wide}}  {cell['ordinals']:>3} ordinals  {cell_text(cell)}")
+            first = " " * (width + 2)
+    return lines

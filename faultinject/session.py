@@ -1,0 +1,297 @@
+"""Sessions: faults armed for a while, every hit logged, proof that each fault fired; knows nothing of scenarios."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from faultinject import site as sites_module
+from faultinject.errors import ActionMismatch, NotFired, Released, UnknownSite
+from faultinject.evidence import Evidence
+from faultinject.fault import Fault, slug
+from faultinject.plan import Plan
+from faultinject.site import Patch, Site
+
+T = TypeVar("T")
+MAIN = "main"
+
+#: Threads that outlived their case. They pass no site any more: the next one that they hit ends them.
+strangers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+class Roles:
+    """The role of a thread: by pattern of its name, else `main` for the main flow, else its name without numbers."""
+
+    def __init__(self, patterns: Mapping[str, str | Iterable[str]] | None = None) -> None:
+        self._patterns = [
+            (role, pattern)
+            for role, given in (patterns or {}).items()
+            for pattern in ([given] if isinstance(given, str) else given)
+        ]
+        for role, _ in self._patterns:
+            if role != slug(role):
+                raise ValueError(f"role {role!r}: only letters, digits, '_', '.', '-' are allowed")
+        self.main: set[threading.Thread] = set()
+        self._by_name: dict[str, str] = {}
+
+    def of(self, thread: threading.Thread) -> str:
+        if thread in self.main:
+            return MAIN
+        name = thread.name
+        role = self._by_name.get(name)
+        if role is None:
+            role = self._by_name[name] = self._match(name)
+        return role
+
+    def _match(self, name: str) -> str:
+        for role, pattern in self._patterns:
+            if fnmatch.fnmatchcase(name, pattern):
+                return role
+        # "Thread-7 (serve)" is "Thread-serve" in every run, whatever number it gets
+        return slug(re.sub(r"[-_ ]?\d+", "", name))
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One passage through a site: the nth of this site in this role, and the fault that struck there, if any."""
+
+    site: str
+    role: str
+    ordinal: int
+    fault: Fault | None = None
+
+    def __str__(self) -> str:
+        struck = f" <- {self.fault.action.name}" if self.fault else ""
+        return f"{self.site}:{self.role}:{self.ordinal}{struck}"
+
+
+class _Passage:
+    """A hit on its way through a fault's action (the `fault.Passage` protocol)."""
+
+    def __init__(self, session: Session, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._session, self._fn, self.args, self.kwargs = session, fn, args, kwargs
+        self.effective = True
+
+    def proceed(self) -> Any:
+        return self._fn(*self.args, **self.kwargs)
+
+    def pause(self, seconds: float) -> None:
+        self._session._over.wait(seconds)
+
+    def block(self) -> None:
+        self._session._block()
+
+    def no_effect(self) -> None:
+        self.effective = False
+
+
+class Session:
+    """Arms a plan: `with Session(plan, roles={"send": "kv-send*"}) as session: ...`.
+
+    plan    faults, or one fault, or a `Plan`
+    sites   the declared sites (Site, name, or a wrapped object). If given, wrapping anything else is an error; if not,
+            every object wrapped and attribute patched beforehand counts as declared
+    roles   role -> pattern(s) of thread names; the thread that enters is `main`
+    strict  on exit, raise NotFired for a fault that never fired
+    quiet   don't forward exceptions that end a thread to the previous `threading.excepthook`
+
+    Entering raises UnknownSite and NestedSession. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | Fault | Iterable[Fault] | None = None,
+        *,
+        sites: Iterable[Any] | Mapping[str, Site] | None = None,
+        roles: Mapping[str, str | Iterable[str]] | None = None,
+        strict: bool = True,
+        quiet: bool = False,
+    ) -> None:
+        self.plan = Plan.of(plan)
+        self.roles = Roles(roles)
+        self._declared = sites is not None
+        self.sites = dict(sites) if isinstance(sites, Mapping) else sites_module.as_sites(sites or ())
+        self.hits: list[Hit] = []
+        self.fired: list[Hit] = []
+        self.mistakes: list[BaseException] = []
+        self.evidence = Evidence(strangers, forward_deaths=not quiet)
+        self._errors_before_fault = 0
+        self._strict = strict
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str | None], int] = {}
+        self._armed = False
+        self._over = threading.Event()
+        self._release = threading.Condition(self._lock)
+        self._generation = 0
+        self._blocked = 0
+        self._inside: dict[threading.Thread, list[str]] = {}
+        self._patches: list[Patch] = []
+
+    # ------------------------------------------------------------------------------------------------------- life cycle
+
+    def __enter__(self) -> Session:
+        known = set(self.sites)
+        if not self._declared:
+            known.update(sites_module.live_sites())
+        self.plan.check(known)
+        sites_module.arm(self)
+        self.roles.main.add(threading.current_thread())
+        self.evidence.install()
+        self._armed = True
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: object) -> None:
+        self.end()
+        self.evidence.remove()
+        while self._patches:
+            self._patches.pop().undo()
+        sites_module.disarm(self)
+        if exc is None:
+            if self.mistakes:
+                raise self.mistakes[0]
+            if self._strict:
+                self.check_fired()
+
+    def end(self) -> int:
+        """Stop injecting and counting, and free every blocked thread with `Released`; the number of threads freed."""
+        with self._lock:
+            self._armed = False
+            self._over.set()
+            self._release.notify_all()
+            return self._blocked
+
+    def release(self) -> int:
+        """Let every blocked thread go on with its call now, while the session stays armed; how many there were."""
+        with self._lock:
+            self._generation += 1
+            self._release.notify_all()
+            return self._blocked
+
+    @property
+    def blocked(self) -> int:
+        """How many threads the session holds blocked."""
+        return self._blocked
+
+    def check_fired(self) -> None:
+        """Raises NotFired if a planned fault never fired."""
+        idle = self.unfired()
+        if idle:
+            seen = ", ".join(map(str, self.hits[:40])) or "none at all"
+            more = f" and {len(self.hits) - 40} more" if len(self.hits) > 40 else ""
+            raise NotFired(f"never fired: {', '.join(fault.token for fault in idle)}. Hits seen: {seen}{more}")
+
+    def unfired(self) -> list[Fault]:
+        fired = {hit.fault for hit in self.fired}
+        return [fault for fault in self.plan.faults if fault not in fired]
+
+    @property
+    def visible_errors(self) -> list[str]:
+        """The ERROR log records written since the first fault fired."""
+        return [str(record) for record in self.evidence.errors[self._errors_before_fault :]] if self.fired else []
+
+    # ------------------------------------------------------------------------------------------------------------ sites
+
+    def wrap(self, obj: T, prefix: str, methods: Iterable[str] | None = None) -> T:
+        """`site.wrap`, bound to this session. `methods=None`: the declared ones, else all public ones."""
+        if methods is None and self._declared:
+            methods = [name[len(prefix) + 1 :] for name in self.sites if name.rpartition(".")[0] == prefix]
+            if not methods:
+                raise UnknownSite(f"wrap: no site {prefix}.* is declared; declared are {sorted(self.sites)}")
+        proxy = sites_module.wrap(obj, prefix, methods, gate=self)
+        for name in object.__getattribute__(proxy, "_fi_sites"):
+            self._admit(name)
+        return proxy
+
+    def patch(self, target: Any, attr: str, *, site: str | None = None) -> None:
+        """`site.patch`, bound to this session and undone when it ends."""
+        made = sites_module.patch(target, attr, site=site, gate=self)
+        self._patches.append(made)
+        self._admit(made._fi_sites[0])
+
+    def _admit(self, name: str) -> None:
+        if name in self.sites:
+            return
+        if self._declared:
+            raise UnknownSite(f"site {name!r} is not declared; declared are {sorted(self.sites)}")
+        self.sites[name] = Site(name)
+
+    # ------------------------------------------------------------------------------------------------------------- hits
+
+    def pass_site(self, site: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        thread = threading.current_thread()
+        if not self._armed:
+            if thread in strangers:
+                raise Released(f"{thread.name} outlived its case")
+            return fn(*args, **kwargs)
+        role = self.roles.of(thread)
+        with self._lock:
+            number = len(self.hits)
+            hit = self._count(site, role)
+            self.hits.append(hit)
+            if hit.fault is not None:
+                if not self.fired:
+                    self._errors_before_fault = len(self.evidence.errors)
+                self.fired.append(hit)
+        stack = self._inside.setdefault(thread, [])
+        stack.append(site)
+        try:
+            return fn(*args, **kwargs) if hit.fault is None else self._strike(hit, number, fn, args, kwargs)
+        finally:
+            stack.pop()
+            if not stack:  # or the thread, and all that it holds, would live as long as the session
+                del self._inside[thread]
+
+    def _count(self, site: str, role: str) -> Hit:
+        counts = self._counts
+        ordinal = counts[site, role] = counts.get((site, role), 0) + 1
+        overall = counts[site, None] = counts.get((site, None), 0) + 1
+        for fault in reversed(self.plan.faults):
+            if fault.site != site or fault.role not in (None, role):
+                continue
+            if fault.when.strikes(overall if fault.role is None else ordinal, f"{site}:{fault.role}"):
+                return Hit(site, role, ordinal, fault)
+        return Hit(site, role, ordinal)
+
+    def _strike(
+        self, hit: Hit, number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        assert hit.fault is not None
+        passage = _Passage(self, fn, args, kwargs)
+        try:
+            return hit.fault.action.act(passage)
+        except ActionMismatch as exc:
+            self.mistakes.append(ActionMismatch(f"{hit}: {exc}"))
+            raise
+        finally:
+            if not passage.effective:
+                with self._lock:
+                    self.hits[number] = Hit(hit.site, hit.role, hit.ordinal)
+                    self.fired.remove(hit)
+
+    def inside(self, thread: threading.Thread) -> str | None:
+        """The site that `thread` is in the middle of passing."""
+        stack = self._inside.get(thread)
+        return stack[-1] if stack else None
+
+    def _block(self) -> None:
+        with self._lock:
+            generation = self._generation
+            self._blocked += 1
+            self._release.notify_all()
+            try:
+                while self._generation == generation:
+                    if self._over.is_set():
+                        raise Released("the case is over")
+                    self._release.wait()
+            finally:
+                self._blocked -= 1
+
+    def wait_blocked(self, threads: int = 1, timeout: float = 5.0) -> bool:
+        """Wait until the session holds that many threads blocked; False on timeout."""
+        with self._lock:
+            return self._release.wait_for(lambda: self._blocked >= threads, timeout)

@@ -1,0 +1,61 @@
+"""The watchdog: stacks of all threads, and what to do with threads that won't end; judges nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+
+from faultinject.errors import Released
+from faultinject.evidence import join
+from faultinject.session import strangers
+
+
+def stacks(threads: Iterable[threading.Thread] | None = None) -> str:
+    """The Python stacks of `threads` (None: of all), the one that asks left out."""
+    frames = sys._current_frames()
+    chosen = threading.enumerate() if threads is None else threads
+    parts = []
+    for thread in sorted(chosen, key=lambda thread: thread.name):
+        frame = frames.get(thread.ident or -1)
+        if frame is None or thread is threading.current_thread():
+            continue
+        daemon = " daemon" if thread.daemon else ""
+        parts.append(f"--- {thread.name}{daemon}\n" + "".join(traceback.format_stack(frame)))
+    return "\n".join(parts)
+
+
+def run_bounded(name: str, work: Callable[[], None], end: float) -> threading.Thread | None:
+    """Run `work` in a daemon thread; the thread if it is still at it at `end` (monotonic seconds)."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return None if join(thread, end - time.monotonic()) else thread
+
+
+def give_up(threads: Iterable[threading.Thread]) -> None:
+    """Let the session go on without `threads`, which would not end.
+
+    Each is asked once more (`Released` is raised in it, which reaches Python code but not a C call that never returns),
+    is ended by the next site that it passes, is not waited for at interpreter exit, and dies without a word.
+    """
+    for thread in threads:
+        strangers.add(thread)
+        if hasattr(thread, "_invoke_excepthook"):
+            thread._invoke_excepthook = lambda *_: None
+        _forget_at_exit(thread)
+        if thread.ident is not None and thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Released))
+
+
+def _forget_at_exit(thread: threading.Thread) -> None:
+    """A non-daemon thread, or one of an executor, that never ends would keep the interpreter from exiting."""
+    locks = getattr(threading, "_shutdown_locks", None)  # CPython 3.10 to 3.12
+    lock = getattr(thread, "_tstate_lock", None)
+    if locks is not None and lock is not None:
+        locks.discard(lock)
+    executors = sys.modules.get("concurrent.futures.thread")
+    if executors is not None:
+        executors._threads_queues.pop(thread, None)
