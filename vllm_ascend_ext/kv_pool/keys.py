@@ -51,6 +51,11 @@ class Topology:
         return self.tp_size // self.put_step
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that answers look-ups."""
+        return self.tp_rank == self.pp_rank == self.pcp_rank == 0
+
+    @property
     def world_size(self) -> int:
         return self.tp_size * self.pp_size * self.pcp_size
 

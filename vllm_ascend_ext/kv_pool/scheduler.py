@@ -33,12 +33,14 @@ class Lookup(Protocol):
 
     def lookup(self, token_len: int, hashes: Sequence[bytes], group_ids: Sequence[int], hbm_hit_tokens: int) -> int: ...
 
-    def close(self) -> None: ...
+    def close(self) -> list[str]: ...
 
 
 class KVPoolScheduler:
-    def __init__(self, setup: PoolSetup, lookup: Lookup, *, num_ranks: int | None = None) -> None:
-        self.stats = Stats()
+    def __init__(
+        self, setup: PoolSetup, lookup: Lookup, *, num_ranks: int | None = None, stats: Stats | None = None
+    ) -> None:
+        self.stats = stats or Stats()
         self._setup = setup
         self._lookup = lookup
         self._num_ranks = setup.topology.world_size if num_ranks is None else num_ranks
@@ -177,8 +179,9 @@ class KVPoolScheduler:
             or self._delayed_free
         )
 
-    def close(self) -> None:
-        self._lookup.close()
+    def close(self) -> list[str]:
+        """Idempotent. Returns what could not be ended."""
+        return self._lookup.close()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

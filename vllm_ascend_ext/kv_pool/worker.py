@@ -20,6 +20,7 @@ from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.hits import HitFinder
 from vllm_ascend_ext.kv_pool.layout import BlockLayout
+from vllm_ascend_ext.kv_pool.lookup import LookupKeyServer, lookup_path
 from vllm_ascend_ext.kv_pool.observe import Stats
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta, StoredBlock, WorkerReport
 from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
@@ -27,6 +28,9 @@ from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, JobResult, Transfe
 from vllm_ascend_ext.kv_pool.transfer.recving import KVCacheStoreRecvingThread
 from vllm_ascend_ext.kv_pool.transfer.sending import KVCacheStoreSendingThread
 from vllm_ascend_ext.kv_pool.transfer.worker_thread import Ticket
+
+_HANDLER_SHARE = 0.8
+"""Of the client's time-out: an overdue look-up is answered before the client takes the server for dead."""
 
 
 @dataclass
@@ -67,6 +71,7 @@ class KVPoolWorker:
             self._client, self.stats, lanes=config.lanes, clock=clock, set_device=backend.set_device
         )
         self._recving.rotation = setup.topology.tp_rank
+        self._lookups: LookupKeyServer | None = None
         self._layouts: tuple[BlockLayout, ...] = ()
         self._loading: dict[int, Ticket] = {}  # asynchronous loads by job id
         self._tainted: list[set[int]] = [set() for _ in setup.groups]  # blocks with wrong bytes, until recomputed
@@ -76,10 +81,15 @@ class KVPoolWorker:
         self._sent: set[str] = set()
 
     def start(self) -> None:
-        """Start the transfer threads; raises what kept one from starting, and leaves none behind then."""
+        """Start the transfer threads and, on the first rank, the look-up server.
+
+        Raises what kept one from starting, and leaves none behind then.
+        """
         try:
             self._sending.start(self._setup.config.start_timeout)
             self._recving.start(self._setup.config.start_timeout)
+            if self._setup.topology.is_first:
+                self._serve_lookups()
         except BaseException:
             self.close()
             raise
@@ -193,11 +203,25 @@ class KVPoolWorker:
             for thread in (self._sending, self._recving)
             for label in thread.close(self._setup.config.close_timeout)
         ]
+        if self._lookups is not None:
+            stuck += self._lookups.close()
         self._loading.clear()
         self._client.backend.close()
         if stuck:
             self.stats.failure("close_stuck", f"still stuck: {', '.join(stuck)}")
         return stuck
+
+    def _serve_lookups(self) -> None:
+        config = self._setup.config
+        path = lookup_path(config.rpc_base_path, config.lookup_rpc_port, self._setup.dp_rank)
+        self._lookups = LookupKeyServer(
+            path,
+            lambda asked: self.hits.hit(asked.token_len, asked.hashes, asked.hbm_hit_tokens),
+            handler_timeout_s=config.lookup_timeout * _HANDLER_SHARE,
+            clock=self._clock,
+            stats=self.stats,
+        )
+        self._lookups.start(config.start_timeout)
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
