@@ -1,1 +1,1 @@
-"""The real vLLM engine on the CPU, with the connector: whole scenarios, compared token by token with a run without one."""
+"""The connector in the real vLLM engine on the CPU: whole scenarios, compared token by token with a run without it."""

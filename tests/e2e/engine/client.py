@@ -64,7 +64,7 @@ class Run:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What makes an engine: the model directory, vLLM's own options, and the KV transfer configuration (None: no connector)."""
+    """What makes an engine: the model's directory, vLLM's options, the KV transfer configuration (None: no pool)."""
 
     model: Path
     transfer: dict[str, Any] | None = None

@@ -1,8 +1,9 @@
 """Engine processes that obey JSON lines on a socket; must never know which connector they run.
 
-`python host.py FD` imports vLLM once and then forks an engine process for each line it reads on FD (importing takes 8 s, starting
-an engine 2 s). An engine process answers each request line with one line: `{"ok": result}` or `{"error": traceback}`. Its core runs
-in the process itself (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that `call` can reach the connector's two halves and put faults in.
+`python host.py FD` imports vLLM once and then forks an engine process for each message on FD (importing takes 8 s,
+starting an engine 2 s). An engine process answers each request line with one line: `{"ok": result}` or
+`{"error": traceback}`. Its core runs in the process itself (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that `call` can reach
+the connector's two halves and put faults in.
 """
 
 from __future__ import annotations
@@ -67,13 +68,7 @@ class Host:
                     self._abort(name, ends)
             for output in self.engine.step():
                 if output.finished:
-                    best = output.outputs[0]
-                    end = {
-                        "tokens": list(best.token_ids),
-                        "finish": best.finish_reason,
-                        "cached": output.num_cached_tokens,
-                    }
-                    ends.setdefault(output.request_id, end)
+                    ends.setdefault(output.request_id, _end(output))
             step += 1
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{sorted(set(names) - set(ends))} unfinished after {seconds} s and {step} steps")
@@ -132,6 +127,11 @@ class Host:
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
+
+
+def _end(output: Any) -> dict[str, Any]:
+    best = output.outputs[0]
+    return {"tokens": list(best.token_ids), "finish": best.finish_reason, "cached": output.num_cached_tokens}
 
 
 def obey(connection: socket.socket, arguments: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """A tiny random Llama on disk for the engine tier; it must never know of the engine or the pool.
 
-The gains of the random weights are chosen so that the whole context decides the output: of 48 prompts of 200 tokens in which one
-block of 32 was replaced, all gave another greedy output within 8 tokens, and nearly every token of an output differs from the others.
-Weights of `load_format="dummy"` hardly show a wrong KV block.
+The gains of the random weights are chosen so that the whole context decides the output: of 48 prompts of 200 tokens in
+which one block of 32 was replaced, all gave another greedy output within 8 tokens, and nearly every token of an output
+differs from the others. Weights of `load_format="dummy"` hardly show a wrong KV block.
 """
 
 from __future__ import annotations
