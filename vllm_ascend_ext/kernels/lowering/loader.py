@@ -62,6 +62,14 @@ class Loader:
             if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list))
         ]
 
+    def parameters(self, path: Path, kernel: str) -> list[str]:
+        """Parameters of a function of the file, as the source writes them."""
+        for statement in self._file(path).statements:
+            for node in _scope(statement):
+                if isinstance(node, ast.FunctionDef) and node.name == kernel:
+                    return [ast.unparse(argument) for argument in (*node.args.args, *node.args.kwonlyargs)]
+        return []
+
     def missing(self, path: Path, name: str) -> list[Missing]:
         """What the function ``name`` uses that couldn't be loaded."""
         file = self._file(path)
@@ -133,7 +141,7 @@ class _File:
         exec(compile(ast.Module(statements, []), str(self._path), "exec"), self.namespace)
 
     def _branch(self, statement: ast.If) -> list[ast.stmt]:
-        """The branch that is taken; if the condition needs what is missing, the last one, where newer versions stand."""
+        """The branch taken; if the condition needs what is missing, the last one, where newer versions stand."""
         try:
             test = eval(compile(ast.Expression(statement.test), str(self._path), "eval"), self.namespace)
         except Exception:  # any project code may run here

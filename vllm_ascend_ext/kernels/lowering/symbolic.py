@@ -22,10 +22,10 @@ class Expr:
             return str(self.number)
         if self.op == "symbol":
             return self.name
-        texts = [str(arg) for arg in self.args]
         if self.op in _INFIX:
-            return f"({texts[0]} {self.op} {texts[1]})"
-        return f"{self.op}({', '.join(texts)})"
+            left, right = (f"({arg})" if arg.op in _INFIX else str(arg) for arg in self.args)
+            return f"{left} {self.op} {right}"
+        return f"{self.op}({', '.join(map(str, self.args))})"
 
     def value(self, known: Mapping[str, int]) -> int | None:
         """The number, given values of the unknowns; None if one that matters is missing."""
@@ -214,12 +214,10 @@ class Count:
         texts = []
         for term in self.terms:
             factor = f"{term.number:,.0f}" if term.number == int(term.number) else f"{term.number:,.1f}"
-            texts.append(" x ".join([factor, *(f"[{_bare(trips)}]" for trips in term.trips)]))
+            texts.append(" x ".join([factor, *(f"[{shown(trips)}]" for trips in term.trips)]))
         return " + ".join(texts) or "0"
 
 
-def _bare(trips: Expr) -> str:
-    """A trip count for reading: never negative, so ``max(x, 0)`` is shown as ``x``, and without outer brackets."""
-    inner = trips.args[0] if trips.op == "max" and trips.args[1] == ZERO else trips
-    text = str(inner)
-    return text[1:-1] if text.startswith("(") and inner.op in _INFIX else text
+def shown(trips: Expr) -> str:
+    """A trip count for reading: never negative, so ``max(x, 0)`` is shown as ``x``."""
+    return str(trips.args[0] if trips.op == "max" and trips.args[1] == ZERO else trips)

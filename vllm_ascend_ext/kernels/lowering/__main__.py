@@ -1,0 +1,250 @@
+"""Command line of the Ascend lowering check: ``python -m vllm_ascend_ext.kernels.lowering --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import check, jobs, pool, report, toolchain
+from .cases import Constant, check_type
+from .check import Job, Report
+from .findings import KINDS, Finding, Severity
+from .jobs import UsageError, Wanted
+from .toolchain import Toolchain, ToolchainError
+
+OK, FOUND, USAGE, CANNOT_RUN = 0, 1, 2, 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Exit code: 0 nothing wrong, 1 findings, 2 wrong usage, 3 the compiler can't run here."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except UsageError as error:
+        print(f"lowering: {error}", file=sys.stderr)
+        return USAGE
+    except ToolchainError as error:
+        print(f"lowering: {error}", file=sys.stderr)
+        return CANNOT_RUN
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _check(options: argparse.Namespace) -> int:
+    tools = _tools()
+    todo = jobs.make(_wanted(options), options.timeout)
+    reports = run_all(todo, tools, options)
+    palette = report.Palette(sys.stdout.isatty())
+    print(heading(tools, reports))
+    if options.verbose or len({r.job.case.title for r in reports}) == 1:
+        for one in reports if options.verbose else reports[:1]:
+            print(f"\n{report.details(one, palette)}")
+    for text in report.finding_texts(reports, palette, options.verbose):
+        print(f"\n{text}")
+    print(f"\n{report.table(reports, palette)}\n\n{summary(reports)}")
+    _write_json(options.json, reports, tools)
+    return OK if passed(reports, options.strict) else FOUND
+
+
+def _explain(options: argparse.Namespace) -> int:
+    for code, kind in KINDS.items():
+        if options.code in (None, code):
+            print(f"{code} ({kind.severity.value})\n    {kind.meaning}")
+    if options.code is not None and options.code not in KINDS:
+        raise UsageError(f"there is no finding {options.code!r}; there are {', '.join(KINDS)}")
+    return OK
+
+
+# ---------------------------------------------------------------- running
+
+
+def run_all(todo: Sequence[Job], tools: Toolchain, options: argparse.Namespace) -> list[Report]:
+    """Run all jobs, some at once, and show progress on standard error; the reports are in the order of the jobs."""
+    reports: dict[int, Report] = {}
+    progress = _Progress(len(todo))
+    outcomes = pool.run(_worker(tools, options.keep), todo, at_once=options.jobs, timeout=options.timeout)
+    for index, outcome in outcomes:
+        reports[index] = _died(todo[index], outcome) if isinstance(outcome, pool.Died) else outcome
+        progress.done(str(todo[index]))
+    progress.close()
+    return [reports[index] for index in range(len(todo))]
+
+
+def _worker(tools: Toolchain, keep: Path | None) -> pool.Worker[Job, Report]:
+    def work(job: Job, folder: Path, at_stage: Callable[[str], None]) -> Report:
+        result = check.run(job, tools, folder, at_stage)
+        if keep is not None:
+            name = f"{job.case.title}-{job.setting}".replace(" ", "_").replace("/", "_").replace(",", "")
+            shutil.copytree(folder, keep / name, dirs_exist_ok=True)
+        return result
+
+    return work
+
+
+def _died(job: Job, died: pool.Died) -> Report:
+    """The report of a job whose process brought none."""
+    code = "time-out" if died.timed_out else "crash"
+    last = next((line for line in reversed(died.output.splitlines()) if line.strip()), "")
+    message = f"in {died.stage}: {died.how}" + (f"; it last printed: {last[:300]}" if last else "")
+    remedy = "raise --timeout, or cut the kernel down" if died.timed_out else "cut the kernel down until it compiles"
+    return Report(job, findings=[Finding(code, message, remedy)])
+
+
+class _Progress:
+    """One line that counts up on a terminal; elsewhere a line for every tenth part of a long run."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._terminal = sys.stderr.isatty()
+
+    def done(self, what: str) -> None:
+        self._done += 1
+        if self._terminal:
+            print(f"\r\x1b[K[{self._done}/{self._total}] {what[:100]}", end="", file=sys.stderr, flush=True)
+        elif self._total >= 40 and self._done % (self._total // 10) == 0:
+            print(f"[{self._done}/{self._total}] {what}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def heading(tools: Toolchain, reports: Sequence[Report]) -> str:
+    """Versions and extent of a run."""
+    kernels = len({(one.job.path, one.job.case.kernel) for one in reports})
+    versions = ", ".join(f"{name} {version}" for name, version in tools.versions)
+    return f"{versions}: {len(reports)} compilations of {kernels} kernels"
+
+
+def summary(reports: Sequence[Report]) -> str:
+    """How a run ended, in a line."""
+    failed = sum(not one.ok for one in reports)
+    warnings = sum(one.count(Severity.WARNING) for one in reports)
+    return f"{len(reports) - failed} of {len(reports)} compilations without an error, {warnings} warnings"
+
+
+def passed(reports: Sequence[Report], strict: bool) -> bool:
+    """Whether a run counts as passed."""
+    return all(one.ok and not (strict and one.count(Severity.WARNING)) for one in reports)
+
+
+def _write_json(path: Path, reports: Sequence[Report], tools: Toolchain) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report.as_json(reports, tools), indent=1) + "\n")
+    print(f"JSON: {path}")
+
+
+def _tools() -> Toolchain:
+    tools = toolchain.find()
+    for warning in tools.warnings:
+        print(f"lowering: warning: {warning}", file=sys.stderr)
+    # Imported before the first fork, so that each child has it at once.
+    import triton  # noqa: F401
+
+    return tools
+
+
+# ---------------------------------------------------------------- options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_ascend_ext.kernels.lowering",
+        description="What the Ascend compiler makes of a Triton kernel, on any machine: no NPU and no CANN needed.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check_ = commands.add_parser("check", help="lower kernels and say what is wrong with the result")
+    _add_selection(check_)
+    check_.add_argument("--strict", action="store_true", help="warnings fail the check too")
+    check_.add_argument("-v", "--verbose", action="store_true", help="counts, loops and bounds of every compilation")
+    check_.set_defaults(command=_check)
+    explain = commands.add_parser("explain", help="what the findings mean")
+    explain.add_argument("code", nargs="?", help="a finding, such as scalar-loop")
+    explain.set_defaults(command=_explain)
+    return parser
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Options that say what to compile and how."""
+    parser.add_argument("spec", nargs="+", metavar="FILE.py[:KERNEL]", help="kernels whose file declares cases, or any")
+    parser.add_argument("--arg", action="append", default=[], metavar="NAME=TYPE", help="argument: x_ptr=*fp32, n=i32")
+    parser.add_argument("--const", action="append", default=[], metavar="NAME=VALUE", help="constant: BLOCK=4096")
+    parser.add_argument(
+        "--value", action="append", default=[], metavar="NAME=INT", help="run-time value for the counts"
+    )
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of the backend")
+    parser.add_argument("--allow", action="append", default=[], metavar="FINDING=REASON", help="let a finding pass")
+    parser.add_argument("--target", action="append", default=[], metavar="CHIP", help="A2, A3 or a chip's name")
+    parser.add_argument("--multibuffer", choices=["on", "off", "both"], help="instead of what the case says")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their title")
+    parser.add_argument("--root", type=Path, metavar="DIR", help="where the files lie that declared cases name")
+    parser.add_argument(
+        "--path", type=Path, action="append", default=[], metavar="DIR", help="where imports are found too"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilations at once")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one compilation")
+    parser.add_argument("--json", type=Path, default=Path("build/ascend-lowering.json"), metavar="FILE", help="report")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the IR of every stage there")
+
+
+def _wanted(options: argparse.Namespace) -> Wanted:
+    both = {"on": (True,), "off": (False,), "both": (True, False), None: ()}
+    signature = _pairs(options.arg, "--arg")
+    try:
+        for name, type_name in signature.items():
+            check_type(name, type_name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return Wanted(
+        specs=tuple(options.spec),
+        signature=signature,
+        constants={name: _constant(value) for name, value in _pairs(options.const, "--const").items()},
+        options={name: _constant(value) for name, value in _pairs(options.option, "--option").items()},
+        values={name: _integer(name, value) for name, value in _pairs(options.value, "--value").items()},
+        allow=_pairs(options.allow, "--allow"),
+        targets=tuple(jobs.full_target(target) for target in options.target),
+        multibuffer=both[options.multibuffer],
+        only=options.only,
+        root=options.root,
+        paths=tuple(options.path),
+    )
+
+
+def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UsageError(f"{option} {text!r}: write NAME=VALUE")
+        pairs[name.strip()] = value.strip()
+    return pairs
+
+
+def _constant(text: str) -> Constant:
+    """A constant as Python would read it; what is no number, True, False or None stays a string."""
+    named: dict[str, Constant] = {"True": True, "False": False, "None": None}
+    if text in named:
+        return named[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text.replace("_", ""))
+    except ValueError:
+        raise UsageError(f"--value {name}={text}: a run-time value is a whole number") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""One case, checked from its source file to its findings; knows nothing of other cases, and of processes."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from . import accesses, bound, compile, counts, findings, hivm, ir, loops
+from .bound import Bound
+from .cases import Case
+from .compile import Lowering, Setting
+from .counts import Counts
+from .findings import Finding, Severity
+from .hivm import Kernel
+from .ir import Location, Place
+from .loader import Loader, LoadError
+from .loops import Loop, Pace
+from .symbolic import Count, shown
+from .toolchain import Toolchain
+from .ttir import Source, own_place
+
+#: Counts that a report shows: name of the field -> unit.
+COUNTED = {
+    "bytes_in": "bytes from global memory",
+    "bytes_out": "bytes to global memory",
+    "transfers": "transfers",
+    "vector_elements": "vector element-operations",
+    "vector_calls": "vector calls",
+    "scalar_steps": "scalar operations",
+    "syncs": "synchronisations",
+}
+#: Constants tried when looking for what a scalar loop grows with.
+_PROBES = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compilation to make: which kernel of which file, as which case, for which setting."""
+
+    path: Path
+    case: Case
+    setting: Setting
+    #: Further folders in which the file's imports are looked for.
+    roots: tuple[Path, ...] = ()
+    #: Whether to compile again with halved constants, to see what a scalar loop grows with.
+    probe: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.case.title} on {self.setting}"
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A count per program: as a formula, and as a number where the case gives the values that it needs."""
+
+    formula: str
+    value: float | None
+
+
+@dataclass(frozen=True)
+class LoopRow:
+    """One loop with scalar steps, for reports."""
+
+    place: Place | None
+    pace: Pace
+    trips: str
+    #: Trips where they are known without any value of the case; None otherwise.
+    known_trips: int | None
+    around: tuple[str, ...]
+    in_source: bool
+    transfers: tuple[str, ...]
+
+
+@dataclass
+class Report:
+    """All that is known of one job."""
+
+    job: Job
+    stage: str = "none"
+    required_bits: int | None = None
+    available_bits: int | None = None
+    retried: bool = False
+    findings: list[Finding] = field(default_factory=list)
+    loops: list[LoopRow] = field(default_factory=list)
+    amounts: dict[str, Amount] = field(default_factory=dict)
+    bound: Bound | None = None
+    #: Values that a bound would need and the case doesn't give.
+    bound_needs: list[str] = field(default_factory=list)
+    #: Transfers and vector calls whose size isn't known; the counts lack them.
+    unsized: int = 0
+    seconds: float = 0.0
+
+    def count(self, severity: Severity) -> int:
+        """How many findings have this severity."""
+        return sum(finding.severity is severity for finding in self.findings)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is an error."""
+        return self.count(Severity.ERROR) == 0
+
+
+def run(job: Job, tools: Toolchain, folder: Path, at_stage: Callable[[str], None] = lambda _: None) -> Report:
+    """Check one job; intermediate IR goes into ``folder``. ``at_stage`` is told what begins."""
+    report = Report(job)
+    start = time.monotonic()
+    at_stage("loading the kernel")
+    try:
+        kernel = _load(job)
+        lowering = compile.lower(kernel, job.case, job.setting, tools, folder, at_stage)
+    except _Refused as refused:
+        report.findings = [refused.finding]
+    else:
+        at_stage("reading the IR")
+        _read(report, job, lowering, lambda case: _lower_again(kernel, job, case, tools, folder))
+    report.findings = findings.allow(_unique(report.findings), job.case.allow)
+    report.seconds = time.monotonic() - start
+    return report
+
+
+class _Refused(Exception):
+    def __init__(self, code: str, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.finding = Finding(code, message, remedy)
+
+
+def _load(job: Job) -> Any:
+    loader = Loader(job.roots)
+    try:
+        kernel = loader.load(job.path, job.case.kernel)
+    except LoadError as error:
+        names = _kernels(loader, job.path)
+        raise _Refused("load", str(error), f"its kernels are: {', '.join(names) or 'none'}") from None
+    if type(kernel).__name__ != "JITFunction":
+        names = _kernels(loader, job.path)
+        raise _Refused(
+            "not-triton",
+            f"{job.case.kernel} is a {type(kernel).__name__}, not a @triton.jit function",
+            f"name one of the file's kernels: {', '.join(names) or 'it has none'}",
+        )
+    missing = loader.missing(job.path, job.case.kernel)
+    if missing:
+        reasons = "; ".join(f"{name.name}: {name.reason}" for name in missing)
+        raise _Refused(
+            "load", f"{job.case.kernel} uses what can't be imported here: {reasons}", "give its folder by --path"
+        )
+    return kernel
+
+
+def _kernels(loader: Loader, path: Path) -> list[str]:
+    try:
+        return loader.kernels(path)
+    except LoadError:
+        return []
+
+
+def _lower_again(kernel: Any, job: Job, case: Case, tools: Toolchain, folder: Path) -> Lowering:
+    again = folder / "probe"
+    again.mkdir(exist_ok=True)
+    for old in again.iterdir():
+        old.unlink()
+    return compile.lower(kernel, case, job.setting, tools, again)
+
+
+def _read(report: Report, job: Job, lowering: Lowering, lower: Callable[[Case], Lowering]) -> None:
+    """Fill the report from what the compiler made."""
+    report.stage = lowering.stage
+    report.retried = bool(lowering.retries)
+    source = Source(ir.parse(lowering.ttir), job.case.kernel) if lowering.ttir else None
+    place = own_place(source.function.op.location) if source else None
+    if lowering.failure is not None:
+        report.findings.append(findings.of_failure(lowering.failure, lowering, place))
+        report.required_bits = lowering.failure.required_bits or None
+    report.findings += findings.of_retries(lowering, place)
+    if source is None or not lowering.linalg:
+        return
+    report.findings += findings.of_accesses(accesses.find(source, ir.parse(lowering.linalg)))
+    if not lowering.hivm:
+        return
+    kernels = _kernels_of(lowering, job.case)
+    report.available_bits = _available_bits(lowering)
+    report.required_bits = max((kernel.peak_bits for kernel in kernels), default=0)
+    found = [loop for kernel in kernels for loop in loops.find(kernel, source)]
+    growth = _growth(job, found, lower) if job.probe else {}
+    report.findings += findings.of_loops(found, source, growth)
+    report.findings += (finding for kernel in kernels for finding in findings.of_divisions(kernel, source))
+    report.loops = [_row(loop) for loop in found if loop.is_scalar]
+    _read_counts(report, job, [counts.count(kernel) for kernel in kernels])
+
+
+def _kernels_of(lowering: Lowering, case: Case) -> list[Kernel]:
+    functions = hivm.entries(ir.parse(lowering.hivm), case.kernel)
+    return [Kernel(function, lowering.arguments) for function in functions]
+
+
+def _available_bits(lowering: Lowering) -> int | None:
+    match = re.search(r'"UB_SIZE", (\d+)', ir.module_attributes(lowering.hivm))
+    return int(match[1]) if match else None
+
+
+def _read_counts(report: Report, job: Job, counted: list[Counts]) -> None:
+    first = {"grid_y": 1, "grid_z": 1, **{f"program_id({axis})": 0 for axis in range(3)}}
+    known = {**first, **job.case.values}
+    for name in COUNTED:
+        total = Count([term for one in counted for term in getattr(one, name).terms])
+        report.amounts[name] = Amount(str(total), total.value(known))
+    report.unsized = sum(one.unsized for one in counted)
+    report.bound = bound.lower_bound(counted, job.case.values, job.setting.target)
+    report.bound_needs = bound.unknowns(counted, job.case.values) if report.bound is None else []
+
+
+def _row(loop: Loop) -> LoopRow:
+    trips = loop.elements if not loop.in_source else loop.trips
+    return LoopRow(
+        place=own_place(loop.location),
+        pace=loop.pace,
+        trips=shown(trips),
+        known_trips=trips.number if trips.op == "number" else None,
+        around=tuple(shown(outer.trips) for outer in loop.around),
+        in_source=loop.in_source,
+        transfers=tuple(loop.small_transfers),
+    )
+
+
+def _growth(job: Job, found: list[Loop], lower: Callable[[Case], Lowering]) -> Mapping[Location, str | None]:
+    """What the compiler's own element loops grow with: the constant whose halving changes their trips, "" if none does.
+
+    A loop is left out where that isn't known: its trips aren't constant, or the kernel doesn't compile with a constant
+    halved and no other constant changes them.
+    """
+    open_loops = {
+        loop.location: loop.elements.number
+        for loop in found
+        if loop.pace is Pace.ELEMENT and not loop.in_source and loop.elements.op == "number"
+    }
+    growth: dict[Location, str | None] = {}
+    all_compiled = True
+    for name, value in _halvable(job.case)[:_PROBES]:
+        if len(growth) == len(open_loops):
+            break
+        half = lower(replace(job.case, constants={**job.case.constants, name: value // 2}))
+        all_compiled = all_compiled and bool(half.hivm)
+        if not half.hivm:
+            continue
+        halved = _element_trips(half, job.case)
+        growth.update((at, name) for at, trips in open_loops.items() if halved.get(at, 0) != trips and at not in growth)
+    if all_compiled:
+        growth.update((at, "") for at in open_loops if at not in growth)
+    return growth
+
+
+def _halvable(case: Case) -> list[tuple[str, int]]:
+    sizes = [(name, v) for name, v in case.constants.items() if isinstance(v, int) and not isinstance(v, bool)]
+    return sorted(((name, v) for name, v in sizes if v >= 2 and v % 2 == 0), key=lambda item: -item[1])
+
+
+def _element_trips(lowering: Lowering, case: Case) -> dict[Location, int]:
+    source = Source(ir.parse(lowering.ttir), case.kernel)
+    found = (loop for kernel in _kernels_of(lowering, case) for loop in loops.find(kernel, source))
+    return {loop.location: loop.elements.number for loop in found if loop.pace is Pace.ELEMENT}
+
+
+def _unique(found: list[Finding]) -> list[Finding]:
+    return list(dict.fromkeys(found))

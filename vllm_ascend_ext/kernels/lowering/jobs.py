@@ -1,0 +1,147 @@
+"""Turns what was asked for into jobs: files and kernels from a command line, declared cases beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from . import pool
+from .cases import A2, A3, Case, Constant
+from .check import Job
+from .compile import Setting
+from .loader import Loader, LoadError
+
+DECLARATION = "LOWERING_CASES"
+_SHORT_TARGETS = {"A2": A2, "A3": A3}
+_SUPPORTED = ("Ascend910B", "Ascend910_93")
+
+
+class UsageError(ValueError):
+    """What was asked for can't be done; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a command line asks for; empty fields leave a declared case as it is."""
+
+    specs: tuple[str, ...]
+    signature: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    options: Mapping[str, Constant] = field(default_factory=dict)
+    values: Mapping[str, int] = field(default_factory=dict)
+    allow: Mapping[str, str] = field(default_factory=dict)
+    targets: tuple[str, ...] = ()
+    multibuffer: tuple[bool, ...] = ()
+    only: str = ""
+    root: Path | None = None
+    paths: tuple[Path, ...] = ()
+    probe: bool = True
+
+
+def full_target(name: str) -> str:
+    """The chip that ``A2``, ``A3`` or a chip's own name stands for; UsageError if its IR can't be read here."""
+    target = _SHORT_TARGETS.get(name.upper(), name)
+    if not target.startswith(_SUPPORTED):
+        raise UsageError(
+            f"target {name!r}: allowed are A2 ({A2}), A3 ({A3}) and other chips {' or '.join(_SUPPORTED)}...; "
+            "the compiler lowers others along another path, which ends in LLVM's dialect"
+        )
+    return target
+
+
+def make(wanted: Wanted, timeout: float) -> list[Job]:
+    """The jobs, in the order asked for; UsageError if a file, a kernel or a case is not there."""
+    declared = _declared(sorted({path for path, kernel in map(_split, wanted.specs)}), timeout)
+    jobs = [job for spec in wanted.specs for job in _of_spec(spec, wanted, declared)]
+    if not jobs:
+        raise UsageError(f"no case has {wanted.only!r} in its title" if wanted.only else "nothing to check was named")
+    return jobs
+
+
+def _split(spec: str) -> tuple[Path, str]:
+    path, colon, kernel = spec.rpartition(":")
+    if not colon or kernel.endswith(".py"):
+        path, kernel = spec, ""
+    if not Path(path).is_file():
+        raise UsageError(f"{spec!r}: there is no file {path!r}; write FILE.py or FILE.py:KERNEL")
+    return Path(path).resolve(), kernel
+
+
+def _of_spec(spec: str, wanted: Wanted, declared: Mapping[Path, list[Case]]) -> list[Job]:
+    path, kernel = _split(spec)
+    cases = [case for case in declared[path] if kernel in ("", case.kernel)]
+    if wanted.signature or (not cases and wanted.constants):
+        if not kernel:
+            raise UsageError(f"{spec!r}: argument types belong to one kernel; write {spec}:KERNEL")
+        cases = [Case(kernel=kernel, signature=wanted.signature, constants=wanted.constants)]
+    elif not cases:
+        raise UsageError(_nothing_declared(path, kernel))
+    cases = [case for case in cases if wanted.only in case.title]
+    return [job for case in cases for job in _jobs(path, _changed(case, wanted), wanted)]
+
+
+def _nothing_declared(path: Path, kernel: str) -> str:
+    what = f"no case of {kernel}" if kernel else "no case"
+    return (
+        f"{path} declares {what} in {DECLARATION}: give its argument types (--arg NAME=TYPE ...) and constants "
+        f"(--const NAME=VALUE ...). {_parameters(path, kernel)}"
+    )
+
+
+def _parameters(path: Path, kernel: str) -> str:
+    loader = Loader()
+    try:
+        kernels = loader.kernels(path)
+        if kernel not in kernels:
+            return f"Its kernels are: {', '.join(kernels) or 'none'}."
+        return f"Parameters of {kernel}: {', '.join(loader.parameters(path, kernel))}."
+    except LoadError as error:
+        return str(error)
+
+
+def _changed(case: Case, wanted: Wanted) -> Case:
+    """The case with what the command line says instead."""
+    try:
+        return replace(
+            case,
+            constants={**case.constants, **wanted.constants},
+            options={**case.options, **wanted.options},
+            values={**case.values, **wanted.values},
+            allow={**case.allow, **wanted.allow},
+            targets=wanted.targets or case.targets,
+            multibuffer=wanted.multibuffer or case.multibuffer,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _jobs(path: Path, case: Case, wanted: Wanted) -> list[Job]:
+    if case.file:
+        path = ((wanted.root or path.parent) / case.file).resolve()
+    settings = [
+        Setting(full_target(target), multibuffer) for target in case.targets for multibuffer in case.multibuffer
+    ]
+    return [Job(path, case, setting, wanted.paths, wanted.probe) for setting in settings]
+
+
+def _declared(paths: Sequence[Path], timeout: float) -> dict[Path, list[Case]]:
+    """Declared cases of each file, read in processes of their own: a kernel file may do anything when it loads."""
+    cases: dict[Path, list[Case]] = {}
+    for index, outcome in pool.run(_read_declared, paths, at_once=1, timeout=timeout):
+        if isinstance(outcome, pool.Died):
+            raise UsageError(f"{paths[index]}: reading {DECLARATION} failed: {outcome.how}")
+        cases[paths[index]] = outcome
+    return cases
+
+
+def _read_declared(path: Path, folder: Path, at_stage: Callable[[str], None]) -> list[Case]:
+    loader = Loader()
+    if not loader.defines(path, DECLARATION):
+        return []
+    declared = loader.load(path, DECLARATION)
+    cases = list(declared() if callable(declared) else declared)
+    wrong = [case for case in cases if not isinstance(case, Case)]
+    if wrong:
+        raise TypeError(f"{DECLARATION} holds a {type(wrong[0]).__name__}, and may hold Case objects only")
+    return cases
