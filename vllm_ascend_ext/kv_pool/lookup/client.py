@@ -53,8 +53,8 @@ class LookupKeyClient:
         stats: Stats | None = None,
     ) -> None:
         self.path = path
-        self.timeout_s = positive_seconds("lookup_timeout_s", timeout_s)
-        self.backoff_s = positive_seconds("lookup_backoff_s", backoff_s)
+        self.timeout_s = positive_seconds("lookup_timeout", timeout_s)
+        self.backoff_s = positive_seconds("lookup_backoff", backoff_s)
         check_path(path)
         self._clock = clock
         self._stats = stats or Stats()

@@ -70,7 +70,7 @@ class LookupKeyServer:
     ) -> None:
         self.path = path
         self.limits = limits
-        self.handler_timeout_s = positive_seconds("lookup_handler_timeout_s", handler_timeout_s)
+        self.handler_timeout_s = positive_seconds("lookup_handler_timeout", handler_timeout_s)
         check_path(path)
         self.failed: BaseException | None = None
         self._handler = handler
