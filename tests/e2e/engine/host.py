@@ -98,14 +98,17 @@ class Host:
         return bool(self.core.reset_prefix_cache(reset_connector=connector))
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Prometheus samples whose name starts with `prefix`, summed over their labels."""
+        """Prometheus samples by name, and by the label `operation`, `fault` or `source` where there is one."""
         from prometheus_client import REGISTRY
 
         totals: dict[str, float] = {}
         for family in REGISTRY.collect():
             for sample in family.samples:
-                if sample.name.startswith(prefix):
-                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+                if not sample.name.startswith(prefix) or sample.name.endswith(("_created", "_bucket")):
+                    continue
+                kinds = [sample.labels[label] for label in ("operation", "fault", "source") if label in sample.labels]
+                name = f"{sample.name}[{kinds[0]}]" if kinds else sample.name
+                totals[name] = totals.get(name, 0.0) + sample.value
         return totals
 
     def blocks_in_use(self) -> int:
