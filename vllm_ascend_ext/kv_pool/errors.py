@@ -7,7 +7,7 @@ datasystem 0.8.1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -98,7 +98,8 @@ def as_int(value: Any) -> int | None:
 
 def check_length(answer: Any, expected: int, call: str) -> Sequence[Any]:
     """``answer`` if it is a sequence of ``expected`` entries; raises BadAnswer otherwise."""
-    if answer is None or isinstance(answer, (str, bytes)) or not hasattr(answer, "__len__"):
+    unordered = isinstance(answer, Mapping) or not hasattr(answer, "__getitem__")
+    if unordered or isinstance(answer, (str, bytes)) or not hasattr(answer, "__len__"):
         raise BadAnswer(f"{call} answered {answer!r} where a list of {expected} was due")
     if len(answer) != expected:
         raise BadAnswer(f"{call} answered {len(answer)} entries for {expected} keys")
