@@ -3,8 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINE := .venv-engine
+ASCEND := .venv-ascend
 
-.PHONY: help venv lint test fault engine clean
+.PHONY: help venv lint test fault engine ascend ascend-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +35,21 @@ $(ENGINE)/.done: requirements-engine.txt pyproject.toml
 
 engine: $(ENGINE)/.done ## the connector in a real vLLM engine on the CPU, in .venv-engine
 	$(ENGINE)/bin/python -m pytest -m engine tests/e2e/engine
+
+$(ASCEND)/.done: requirements-ascend.txt requirements-ascend-compiler.txt pyproject.toml
+	$(PYTHON) -m venv $(ASCEND)
+	$(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-ascend.txt
+	$(ASCEND)/bin/python -m pip uninstall --quiet --yes triton # torch for GPUs brings it, and they share files
+	$(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-ascend-compiler.txt
+	$(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+ascend: $(ASCEND)/.done ## the Ascend lowering check: its own tests, then our kernels, in .venv-ascend
+	$(ASCEND)/bin/python -m pytest -m ascend tests/ut/kernels/lowering
+	$(MAKE) ascend-check
+
+ascend-check: $(ASCEND)/.done ## our kernels through the Ascend compiler; report in build/ascend-lowering.json
+	$(ASCEND)/bin/python -m vllm_ascend_ext.kernels.lowering check vllm_ascend_ext/kernels
 
 clean: ## remove what the targets made
 	rm -rf .venv .venv-* build

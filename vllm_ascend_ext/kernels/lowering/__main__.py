@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import check, jobs, pool, report, toolchain
+from . import check, jobs, largest, pool, report, toolchain
 from .cases import Constant, check_type
 from .check import Job, Report
 from .findings import KINDS, Finding, Severity
 from .jobs import UsageError, Wanted
+from .largest import Steps
 from .toolchain import Toolchain, ToolchainError
 
 OK, FOUND, USAGE, CANNOT_RUN = 0, 1, 2, 3
@@ -50,6 +51,16 @@ def _check(options: argparse.Namespace) -> int:
     print(f"\n{report.table(reports, palette)}\n\n{summary(reports)}")
     _write_json(options.json, reports, tools)
     return OK if passed(reports, options.strict) else FOUND
+
+
+def _largest_tile(options: argparse.Namespace) -> int:
+    tools = _tools()
+    todo = jobs.make(_wanted(options, options.vary), options.timeout)
+    steps = Steps(options.most, options.multiple_of)
+    searches = largest.search(todo, options.vary, steps, lambda batch: run_all(batch, tools, options))
+    for one in searches:
+        print(report.largest_text(one))
+    return OK if all(one.largest is not None for one in searches) else FOUND
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -164,6 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     check_.add_argument("--strict", action="store_true", help="warnings fail the check too")
     check_.add_argument("-v", "--verbose", action="store_true", help="counts, loops and bounds of every compilation")
     check_.set_defaults(command=_check)
+    tile = commands.add_parser("largest-tile", help="the largest value of a constant that fits the Unified Buffer")
+    _add_selection(tile)
+    tile.add_argument("--vary", required=True, metavar="NAME", help="the constant that may vary")
+    tile.add_argument("--most", type=int, default=1 << 17, metavar="N", help="largest value to try")
+    tile.add_argument("--multiple-of", type=int, metavar="M", help="try multiples of M instead of powers of two")
+    tile.set_defaults(command=_largest_tile)
     explain = commands.add_parser("explain", help="what the findings mean")
     explain.add_argument("code", nargs="?", help="a finding, such as scalar-loop")
     explain.set_defaults(command=_explain)
@@ -193,7 +210,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the IR of every stage there")
 
 
-def _wanted(options: argparse.Namespace) -> Wanted:
+def _wanted(options: argparse.Namespace, varied: str = "") -> Wanted:
+    """What the options ask for; a case given on the command line needs no value of the constant that is ``varied``."""
     both = {"on": (True,), "off": (False,), "both": (True, False), None: ()}
     signature = _pairs(options.arg, "--arg")
     try:
@@ -201,10 +219,13 @@ def _wanted(options: argparse.Namespace) -> Wanted:
             check_type(name, type_name)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    constants = {name: _constant(value) for name, value in _pairs(options.const, "--const").items()}
+    if varied and signature:
+        constants = {varied: 1, **constants}
     return Wanted(
         specs=tuple(options.spec),
         signature=signature,
-        constants={name: _constant(value) for name, value in _pairs(options.const, "--const").items()},
+        constants=constants,
         options={name: _constant(value) for name, value in _pairs(options.option, "--option").items()},
         values={name: _integer(name, value) for name, value in _pairs(options.value, "--value").items()},
         allow=_pairs(options.allow, "--allow"),

@@ -97,4 +97,4 @@ def unknowns(counts: Sequence[Counts], known: Mapping[str, int]) -> list[str]:
 def _symbols(counts: Sequence[Counts]) -> set[str]:
     needed: list[Count] = [count.certain_steps for count in counts]
     needed += [times for count in counts for times in count.certain_transfers.values()]
-    return {name for count in needed for term in count.terms for trips in term.trips for name in trips.symbols()}
+    return {name for count in needed for name in count.symbols()}

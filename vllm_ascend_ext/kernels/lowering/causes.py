@@ -66,7 +66,7 @@ _RULES: Sequence[tuple[Callable[[Op], bool], str, str]] = (
     (
         _is("tt.histogram"),
         "tl.histogram has no vector form",
-        "compare with each bin and reduce, or count in the Unified Buffer",
+        "count in place: a loop over the ids with get_element and insert_slice takes a few scalar steps and no copy",
     ),
     (
         _is("tt.mulhiui", "arith.mulsi_extended", "arith.mului_extended"),

@@ -6,11 +6,11 @@ Trips that are known only at launch stay symbols.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .hivm import LOOPS, Kernel, Transfer, is_scalar_step, is_sync
 from .ir import Op
-from .symbolic import ONE, ZERO, Count, Expr, Term, build
+from .symbolic import ONE, ZERO, Count, Range, Term, build
 
 
 @dataclass
@@ -35,20 +35,14 @@ class Counts:
 def count(kernel: Kernel) -> Counts:
     """Count what one program of ``kernel`` does."""
     counts = Counts()
-    trips: dict[int, Expr] = {}
+    ranges: dict[int, Range] = {id(op): kernel.range(op) for op in kernel.ops if op.name in LOOPS}
     for op in kernel.ops:
-        around = tuple(_trips(kernel, loop, trips) for loop in op.ancestors() if loop.name in LOOPS)
-        _add(counts, kernel, op, around)
+        around = [ranges[id(loop)] for loop in op.ancestors() if loop.name in LOOPS]
+        _add(counts, kernel, op, tuple(reversed(around)))
     return counts
 
 
-def _trips(kernel: Kernel, loop: Op, known: dict[int, Expr]) -> Expr:
-    if id(loop) not in known:
-        known[id(loop)] = kernel.trips(loop)
-    return known[id(loop)]
-
-
-def _add(counts: Counts, kernel: Kernel, op: Op, around: tuple[Expr, ...]) -> None:
+def _add(counts: Counts, kernel: Kernel, op: Op, around: tuple[Range, ...]) -> None:
     transfer = kernel.transfer(op)
     if transfer is not None:
         _add_transfer(counts, transfer, around, _is_certain(op))
@@ -67,17 +61,23 @@ def _add(counts: Counts, kernel: Kernel, op: Op, around: tuple[Expr, ...]) -> No
             _add_element(counts, kernel, op, around)
 
 
-def _add_transfer(counts: Counts, transfer: Transfer, around: tuple[Expr, ...], certain: bool) -> None:
+def _add_transfer(counts: Counts, transfer: Transfer, around: tuple[Range, ...], certain: bool) -> None:
     counts.transfers.add(Term(1, around))
     if transfer.bytes is None:
         counts.unsized += 1
         return
     (counts.bytes_in if transfer.to_core else counts.bytes_out).add(Term(transfer.bytes, around))
     if certain and transfer.clamped:
+        if not around:
+            return
         # Of the trips of a loop over tiles, only the last one may move less than its tile.
-        around = (build("max", build("-", around[0], ONE), ZERO), *around[1:]) if around else (ZERO,)
+        around = (*around[:-1], _without_last(around[-1]))
     if certain:
         counts.certain_transfers.setdefault(transfer.bytes, Count()).add(Term(1, around))
+
+
+def _without_last(one: Range) -> Range:
+    return replace(one, trips=build("max", build("-", one.trips, ONE), ZERO))
 
 
 def _is_certain(op: Op) -> bool:
@@ -92,7 +92,7 @@ def _is_certain(op: Op) -> bool:
     return True
 
 
-def _add_element(counts: Counts, kernel: Kernel, op: Op, around: tuple[Expr, ...]) -> None:
+def _add_element(counts: Counts, kernel: Kernel, op: Op, around: tuple[Range, ...]) -> None:
     """A load or store of one element of global memory moves bytes too, without a transfer."""
     loads = op.name == "memref.load"
     extent = kernel.extent(op.operands[0 if loads else 1])

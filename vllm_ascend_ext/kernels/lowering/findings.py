@@ -65,6 +65,11 @@ KINDS: Mapping[str, Kind] = {
         "A loop over single elements makes a transfer of its own for each: global memory is reached in pieces of less "
         "than 32 bytes.",
     ),
+    "block-per-element": Kind(
+        Severity.ERROR,
+        "A loop that the compiler made over single elements runs a vector call over a whole block in every trip, "
+        "mostly a copy that it saw no way around.",
+    ),
     "unclamped-store": Kind(
         Severity.ERROR,
         "The mask isn't recognised as a bound, so the whole tile is read, selected and written back: past the end of "
@@ -211,7 +216,7 @@ def _walk(loop: Loop) -> Finding:
         loop.location,
         "scf.for",
         "transfer-per-element" if loop.small_transfers else "scalar-walk",
-        "this loop handles one element a trip on the scalar unit" + _with_transfers(loop),
+        "this loop handles one element a trip on the scalar unit" + _with_each(loop),
         "handle a block a trip: load it, compute with tl.where and reductions, store it",
         _times(loop),
     )
@@ -219,15 +224,23 @@ def _walk(loop: Loop) -> Finding:
 
 def _made(loop: Loop, source: Source, grows: str | None) -> Finding:
     cause = causes.of(source.at.get(loop.location, []), [name.partition(".")[2] for name in loop.operations])
-    code = "transfer-per-element" if loop.small_transfers else "fixed-scalar-loop" if grows == "" else "scalar-loop"
+    if loop.small_transfers:
+        code = "transfer-per-element"
+    elif loop.vector_calls:
+        code = "block-per-element"
+    else:
+        code = "fixed-scalar-loop" if grows == "" else "scalar-loop"
     growing = f", growing with {grows}" if grows else ", whatever the constants" if grows == "" else ""
     detail = f"{cause.operation}: {_times(loop)}{growing}"
     operation = cause.operation.partition(" ")[0]
-    return _finding(loop.location, operation, code, cause.why + _with_transfers(loop), cause.remedy, detail)
+    return _finding(loop.location, operation, code, cause.why + _with_each(loop), cause.remedy, detail)
 
 
-def _with_transfers(loop: Loop) -> str:
-    return f", each with a transfer of its own ({loop.small_transfers[0]})" if loop.small_transfers else ""
+def _with_each(loop: Loop) -> str:
+    if loop.small_transfers:
+        return f", each with a transfer of its own ({loop.small_transfers[0]})"
+    name, elements = loop.largest_call
+    return f", each with a vector call over {elements:,} elements ({name})" if name else ""
 
 
 def _times(loop: Loop) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from . import symbolic
 from .ir import Function, Op, Type
-from .symbolic import ONE, ZERO, Expr, build, number, symbol
+from .symbolic import ONE, ZERO, Expr, Range, build, number, symbol
 
 #: Transfers between global memory and a core, by the start of the library function's name.
 _TO_CORE = ("load_gm_to_", "nd2nz", "copy_gm_to_")
@@ -91,6 +91,8 @@ class Kernel:
     def _make_expr(self, value: str, depth: int) -> Expr:
         if value in self._names:
             return symbol(self._names[value])
+        if value in self._variables:
+            return symbol(self._variables[value])
         op = self.function.definition(value)
         if op is None:
             owner = self.function.argument_of.get(value)
@@ -127,12 +129,24 @@ class Kernel:
             combined = build("min" if op.name == "affine.min" else "max", combined, result)
         return combined
 
-    def trips(self, loop: Op) -> Expr:
-        """Trips of a loop; a ``while`` is an unknown of its own."""
+    def range(self, loop: Op) -> Range:
+        """Trips of a loop, and the values of its variable; a ``while`` has unknown trips."""
         if loop.name != "scf.for":
-            return symbol(f"trips of the while loop{_at(loop)}")
+            return symbolic.unknown_range(f"trips of the while loop{_at(loop)}")
         low, high, step = (self.expr(operand) for operand in loop.operands[:3])
-        return symbolic.trip_count(low, high, step)
+        return symbolic.loop_range(self._variables.get(loop.arguments[0], ""), low, high, step)
+
+    @cached_property
+    def _variables(self) -> dict[str, str]:
+        """Names for the loops' variables, by the line they stand on: ``i12``, and ``i12'`` for the next one there."""
+        names: dict[str, str] = {}
+        for op in self.ops:
+            if op.name == "scf.for":
+                name = f"i{op.location[0].line if op.location else ''}"
+                while name in names.values():
+                    name += "'"
+                names[op.arguments[0]] = name
+        return names
 
     def base(self, value: str) -> str:
         """The value that a chain of views starts from."""
@@ -189,6 +203,10 @@ class Kernel:
     def elements(self, call: Op) -> int:
         """Elements that a vector call works on: the larger of its first two memory operands."""
         return max((extent.elements for extent in self.memrefs(call)[:2]), default=0)
+
+    def bytes(self, call: Op) -> float:
+        """Bytes that a vector call works on, as above; infinitely many where that isn't known."""
+        return max((extent.bytes for extent in self.memrefs(call)[:2]), default=float("inf"))
 
     @cached_property
     def peak_bits(self) -> int:

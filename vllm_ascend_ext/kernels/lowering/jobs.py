@@ -52,11 +52,23 @@ def full_target(name: str) -> str:
 
 def make(wanted: Wanted, timeout: float) -> list[Job]:
     """The jobs, in the order asked for; UsageError if a file, a kernel or a case is not there."""
-    declared = _declared(sorted({path for path, kernel in map(_split, wanted.specs)}), timeout)
-    jobs = [job for spec in wanted.specs for job in _of_spec(spec, wanted, declared)]
+    specs = [one for spec in wanted.specs for one in _files(spec)]
+    declared = _declared(sorted({path for path, kernel in map(_split, specs)}), timeout)
+    jobs = [job for spec in specs for job in _of_spec(spec, wanted, declared)]
     if not jobs:
         raise UsageError(f"no case has {wanted.only!r} in its title" if wanted.only else "nothing to check was named")
     return jobs
+
+
+def _files(spec: str) -> list[str]:
+    """The files that a folder stands for: all in it that declare cases; a file stands for itself."""
+    if not Path(spec).is_dir():
+        return [spec]
+    loader = Loader()
+    files = [str(path) for path in sorted(Path(spec).rglob("*.py")) if loader.defines(path, DECLARATION)]
+    if not files:
+        raise UsageError(f"no file in {spec} declares {DECLARATION}")
+    return files
 
 
 def _split(spec: str) -> tuple[Path, str]:

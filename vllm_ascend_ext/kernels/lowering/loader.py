@@ -7,6 +7,8 @@ that fails leaves a note in place of its names, and matters only if the kernel r
 
 from __future__ import annotations
 
+import __future__
+
 import ast
 import builtins
 import importlib
@@ -73,7 +75,7 @@ class Loader:
     def missing(self, path: Path, name: str) -> list[Missing]:
         """What the function ``name`` uses that couldn't be loaded."""
         file = self._file(path)
-        used = [n for i in file.definitions.get(name, []) for n in _names_used(file.statements[i])]
+        used = [n for i in file.definitions.get(name, []) for n in _names_used(file.statements[i], False)]
         return [value for n in dict.fromkeys(used) if isinstance(value := file.namespace.get(n), Missing)]
 
     def _file(self, path: Path) -> _File:
@@ -95,6 +97,7 @@ class _File:
         except (SyntaxError, UnicodeDecodeError) as error:
             raise LoadError(f"{path} is not a Python file: {error}") from None
         self._path, self._loader = path, loader
+        self._flags = _future_flags(self.statements)
         self._root, self._package = _package_of(path)
         name = f"{self._package}.{path.stem}" if self._package else path.stem
         self.namespace: dict[str, Any] = {"__name__": name, "__file__": str(path), "__builtins__": builtins}
@@ -119,8 +122,12 @@ class _File:
             for index in self.definitions.get(wanted.pop(), []):
                 if index not in needed:
                     needed.add(index)
-                    wanted += _names_used(self.statements[index])
+                    wanted += self._uses(self.statements[index])
         return needed
+
+    def _uses(self, statement: ast.stmt) -> list[str]:
+        """Names that running a statement needs; annotations are not run where the file postpones them."""
+        return _names_used(statement, with_annotations=not self._flags)
 
     def _run(self, index: int, wanted: str) -> None:
         if index in self._done:
@@ -138,19 +145,21 @@ class _File:
                 self.namespace.setdefault(name, Missing(name, self._blame(statement) or reason))
 
     def _execute(self, statements: list[ast.stmt]) -> None:
-        exec(compile(ast.Module(statements, []), str(self._path), "exec"), self.namespace)
+        module = ast.Module(statements, [])
+        exec(compile(module, str(self._path), "exec", self._flags, dont_inherit=True), self.namespace)
 
     def _branch(self, statement: ast.If) -> list[ast.stmt]:
         """The branch taken; if the condition needs what is missing, the last one, where newer versions stand."""
         try:
-            test = eval(compile(ast.Expression(statement.test), str(self._path), "eval"), self.namespace)
+            code = compile(ast.Expression(statement.test), str(self._path), "eval", self._flags, dont_inherit=True)
+            test = eval(code, self.namespace)
         except Exception:  # any project code may run here
             test = not statement.orelse
         return statement.body if test else statement.orelse
 
     def _blame(self, node: ast.AST) -> str:
         """The failed import behind a failed statement, if there is one."""
-        values = (self.namespace.get(name) for name in _names_used(node))
+        values = (self.namespace.get(name) for name in _names_used(node, not self._flags))
         return next((value.reason for value in values if isinstance(value, Missing)), "")
 
     def _import(self, statement: ast.Import | ast.ImportFrom) -> None:
@@ -227,6 +236,8 @@ def _names_defined(statement: ast.stmt) -> list[str]:
             names.append(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append(node.id)
+        elif root := _changed(node):
+            names.append(root)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names += [
                 a.asname or (a.name if isinstance(node, ast.ImportFrom) else a.name.partition(".")[0])
@@ -235,8 +246,38 @@ def _names_defined(statement: ast.stmt) -> list[str]:
     return names
 
 
-def _names_used(tree: ast.AST) -> list[str]:
-    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+def _changed(node: ast.AST) -> str:
+    """The name that ``name.attr = x``, ``name[key] = x`` or the statement ``name.method(x)`` changes; else ""."""
+    if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
+        value: ast.expr = node
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        value = node.value.func
+    else:
+        return ""
+    while isinstance(value, ast.Attribute | ast.Subscript):
+        value = value.value
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+def _names_used(tree: ast.AST, with_annotations: bool) -> list[str]:
+    names, todo = [], [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.append(node.id)
+        for field, value in ast.iter_fields(node):
+            if with_annotations or field not in ("annotation", "returns"):
+                todo += [
+                    child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)
+                ]
+    return names
+
+
+def _future_flags(statements: list[ast.stmt]) -> int:
+    """Compiler flags that postpone the evaluation of annotations, if the file asks for that."""
+    imports = (s for s in statements if isinstance(s, ast.ImportFrom) and s.module == "__future__")
+    postponed = any(alias.name == "annotations" for statement in imports for alias in statement.names)
+    return __future__.annotations.compiler_flag if postponed else 0
 
 
 def _without_tuners(statement: ast.stmt) -> ast.stmt:

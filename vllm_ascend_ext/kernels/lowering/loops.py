@@ -8,7 +8,7 @@ from enum import Enum
 
 from .hivm import LOOPS, Kernel, is_scalar_step
 from .ir import Location, Op
-from .symbolic import ONE, Expr, build
+from .symbolic import Expr, build
 from .ttir import Source
 
 #: A transfer smaller than this moves single elements: the Unified Buffer is addressed in blocks of 32 bytes.
@@ -43,7 +43,10 @@ class Loop:
     #: Names of the transfers of less than ``SMALL_TRANSFER_BYTES`` in its own body, one a call.
     small_transfers: list[str] = field(default_factory=list)
     transfers: int = 0
+    #: Vector calls on at least as much.
     vector_calls: int = 0
+    #: The largest of them: its name and how many elements it works on.
+    largest_call: tuple[str, int] = ("", 0)
     inner: list[Loop] = field(default_factory=list)
 
     @property
@@ -87,7 +90,7 @@ def find(kernel: Kernel, source: Source) -> list[Loop]:
     for op in kernel.ops:
         outer = tuple(loops[id(o)] for o in reversed(list(op.ancestors())) if id(o) in loops)
         if op.name in LOOPS:
-            loop = Loop(op.location, kernel.trips(op), outer, source.is_loop(op.location))
+            loop = Loop(op.location, kernel.range(op).trips, outer, source.is_loop(op.location))
             loops[id(op)] = loop
             for around in outer:
                 around.inner.append(loop)
@@ -120,7 +123,10 @@ def _count(kernel: Kernel, op: Op, loop: Loop, walks: bool) -> None:
         if transfer.bytes is not None and transfer.bytes < SMALL_TRANSFER_BYTES and walks:
             loop.small_transfers.append(op.symbol)
     elif kernel.is_vector_call(op):
-        loop.vector_calls += 1
+        # A library call on less than a block of the Unified Buffer is a scalar's work by other means.
+        if kernel.bytes(op) >= SMALL_TRANSFER_BYTES:
+            loop.vector_calls += 1
+            loop.largest_call = max(loop.largest_call, (op.symbol, kernel.elements(op)), key=lambda call: call[1])
     elif op.name in ("memref.load", "memref.store") and walks:
         loop.element_steps += 1
         memory = op.operands[0 if op.name == "memref.load" else 1]
@@ -128,11 +134,3 @@ def _count(kernel: Kernel, op: Op, loop: Loop, walks: bool) -> None:
         loop.global_steps += extent is not None and extent.space == "gm"
     elif is_scalar_step(op) and op.name not in ("memref.load", "memref.store"):
         loop.operations[op.name] += 1
-
-
-def total_trips(loop: Loop) -> Expr:
-    """How often the body runs in one program."""
-    total = ONE
-    for one in (*loop.outer, loop):
-        total = build("*", total, one.trips)
-    return total

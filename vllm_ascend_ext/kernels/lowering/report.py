@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from . import bound
-from .check import COUNTED, Report
+from .check import COUNTED, Amount, Report
 from .excerpt import underlined
 from .findings import KINDS, Finding, Severity
 from .ir import Place
+from .largest import Search
 from .loops import Pace
 from .toolchain import Toolchain
 
@@ -176,8 +177,7 @@ def details(report: Report, palette: Palette) -> str:
     for number, (name, unit) in enumerate(COUNTED.items()):
         amount = report.amounts.get(name)
         if amount is not None:
-            value = f"{amount.value:,.0f} = " if amount.value is not None and not _plain(amount.formula) else ""
-            lines.append(f"  {'per program' if number == 0 else '':<15}  {unit}: {value}{amount.formula}")
+            lines.append(f"  {'per program' if number == 0 else '':<15}  {unit}: {_shown(amount)}")
     if report.unsized:
         lines.append(f"  {'':<15}  (without {report.unsized} calls whose size the IR doesn't show)")
     for number, loop in enumerate(report.loops):
@@ -192,8 +192,12 @@ def details(report: Report, palette: Palette) -> str:
     return "\n".join(lines)
 
 
-def _plain(formula: str) -> bool:
-    return formula.replace(",", "").isdigit()
+def _shown(amount: Amount) -> str:
+    """A number if it is known, and the formula if that says more and isn't too long to read."""
+    if amount.value is None:
+        return amount.formula
+    value = f"{amount.value:,.0f}"
+    return value if value == amount.formula or len(amount.formula) > 100 else f"{value} = {amount.formula}"
 
 
 def _bound(report: Report) -> str:
@@ -206,6 +210,19 @@ def _bound(report: Report) -> str:
         f"no launch of {grid:,} programs takes less than {report.bound.us:,.2f} us, limited by {report.bound.limit}; "
         f"a bound from published figures ({bound.SOURCE}), not a time"
     )
+
+
+def largest_text(search: Search) -> str:
+    """What the search for the largest value of a constant found."""
+    head = f"{search.job.case.title} on {search.job.setting}: "
+    if search.largest is None or search.best is None:
+        reason = search.limit.findings[0].message if search.limit and search.limit.findings else "it never compiled"
+        return f"{head}no {search.constant} fits; {reason}"
+    text = f"{head}largest {search.constant} is {search.largest:,}, taking {_buffer(search.best)}"
+    if search.limit is None:
+        return f"{text}; it is the largest that was tried"
+    reason = search.limit.findings[0].message if search.limit.findings else "it doesn't fit"
+    return f"{text}; at {search.steps.value(search.too_large):,}: {reason}"
 
 
 # ---------------------------------------------------------------- JSON

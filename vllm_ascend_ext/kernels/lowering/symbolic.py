@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -156,56 +156,82 @@ def _from_ast(node: ast.expr, known: Mapping[str, Expr]) -> Expr:
     raise ValueError(f"not an affine expression: {ast.dump(node)}")
 
 
-def trip_count(low: Expr, high: Expr, step: Expr) -> Expr:
-    """Trips of ``for i in range(low, high, step)``, step positive."""
-    return build("max", build("cdiv", build("-", high, low), step), ZERO)
+@dataclass(frozen=True)
+class Range:
+    """The values that a loop's variable takes: ``trips`` of them, from ``low`` on by ``step``."""
+
+    variable: str
+    low: Expr
+    step: Expr
+    trips: Expr
+
+    def __str__(self) -> str:
+        return shown(self.trips)
+
+
+def loop_range(variable: str, low: Expr, high: Expr, step: Expr) -> Range:
+    """The range of ``for variable in range(low, high, step)``, step positive."""
+    return Range(variable, low, step, build("max", build("cdiv", build("-", high, low), step), ZERO))
+
+
+def unknown_range(name: str) -> Range:
+    """The range of a loop that isn't a ``for``: so many trips, whatever ``name`` says."""
+    return Range("", ZERO, ONE, symbol(name))
 
 
 @dataclass(frozen=True)
 class Term:
-    """``number`` times the trips of the loops around what is counted."""
+    """``number`` times the trips of the loops around what is counted, from the outside in."""
 
     number: float
-    trips: tuple[Expr, ...] = ()
+    around: tuple[Range, ...] = ()
+
+
+#: Loop trips that are gone through one by one before a count is given up as unknown.
+_PATIENCE = 200_000
 
 
 class Count:
     """How often something happens, or how many bytes it moves, in one program: a sum of terms."""
 
-    def __init__(self, terms: Sequence[Term] = ()) -> None:
-        self._sum: dict[tuple[Expr, ...], float] = {}
+    def __init__(self, terms: Iterable[Term] = ()) -> None:
+        self._sum: dict[tuple[Range, ...], float] = {}
         for term in terms:
             self.add(term)
 
     def add(self, term: Term) -> None:
-        """Add a term, its known trips multiplied out."""
+        """Add a term, those of its loops multiplied out that are known and that no loop inside depends on."""
         total = term.number
-        unknown = []
-        for trips in term.trips:
-            if trips.op == "number":
-                total *= trips.number
+        kept: list[Range] = []
+        for index, one in enumerate(term.around):
+            if one.trips.op == "number" and not _depends(term.around[index + 1 :], one.variable):
+                total *= one.trips.number
             else:
-                unknown.append(trips)
-        key = tuple(sorted(unknown, key=str))
+                kept.append(one)
+        key = tuple(kept)
         self._sum[key] = self._sum.get(key, 0) + total
 
     @property
     def terms(self) -> list[Term]:
-        """The terms with equal trips added up, known part first."""
+        """The terms with equal loops added up, the known part first."""
         return [Term(n, key) for key, n in sorted(self._sum.items(), key=lambda item: len(item[0])) if n]
 
     def value(self, known: Mapping[str, int]) -> float | None:
-        """The total, given values of the unknowns; None if one is missing."""
+        """The total, given values of the unknowns; None if one is missing, or if it takes too many trips to tell."""
         total = 0.0
+        patience = [_PATIENCE]
         for term in self.terms:
-            product = term.number
-            for trips in term.trips:
-                times = trips.value(known)
-                if times is None:
-                    return None
-                product *= max(times, 0)
-            total += product
+            times = _times(term.around, known, patience)
+            if times is None:
+                return None
+            total += term.number * times
         return total
+
+    def symbols(self) -> set[str]:
+        """Names of the unknowns."""
+        ranges = [one for term in self.terms for one in term.around]
+        names = {name for one in ranges for part in (one.low, one.step, one.trips) for name in part.symbols()}
+        return names - {one.variable for one in ranges}
 
     def __bool__(self) -> bool:
         return bool(self.terms)
@@ -214,8 +240,32 @@ class Count:
         texts = []
         for term in self.terms:
             factor = f"{term.number:,.0f}" if term.number == int(term.number) else f"{term.number:,.1f}"
-            texts.append(" x ".join([factor, *(f"[{shown(trips)}]" for trips in term.trips)]))
+            texts.append(" x ".join([factor, *(f"[{one}]" for one in term.around)]))
         return " + ".join(texts) or "0"
+
+
+def _depends(ranges: Iterable[Range], variable: str) -> bool:
+    return any(variable in part.symbols() for one in ranges for part in (one.low, one.step, one.trips))
+
+
+def _times(around: tuple[Range, ...], known: Mapping[str, int], patience: list[int]) -> int | None:
+    """How often the body of nested loops runs; a loop that those inside depend on is gone through trip by trip."""
+    if not around:
+        return 1
+    first, inner = around[0], around[1:]
+    trips = first.trips.value(known)
+    if trips is None or trips <= 0:
+        return None if trips is None else 0
+    if not _depends(inner, first.variable):
+        times = _times(inner, known, patience)
+        return None if times is None else trips * times
+    low, step = first.low.value(known), first.step.value(known)
+    patience[0] -= trips
+    if low is None or step is None or patience[0] < 0:
+        return None
+    each = [_times(inner, {**known, first.variable: low + trip * step}, patience) for trip in range(trips)]
+    known_each = [times for times in each if times is not None]
+    return sum(known_each) if len(known_each) == trips else None
 
 
 def shown(trips: Expr) -> str:
