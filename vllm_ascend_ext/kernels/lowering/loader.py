@@ -6,7 +6,6 @@ that fails leaves a note in place of its names, and matters only if the kernel r
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
