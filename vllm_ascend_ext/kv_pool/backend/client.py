@@ -85,7 +85,7 @@ class StoreClient:
 
     def exists(self, keys: Sequence[str]) -> Answer:
         """OK for a published key, MISSING for one that is not there; anything else is a failure of that key."""
-        return self._call("exists", len(keys), lambda: self.backend.exists(keys), self._presence)
+        return self.call("exists", len(keys), lambda: self.backend.exists(keys), self._presence)
 
     def put(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> Answer:
         """Publish each key's segments."""
@@ -98,15 +98,15 @@ class StoreClient:
                 raise Cancelled("put")
             return self.backend.put(keys, *trailers.append_to(addrs, sizes), fence)
 
-        return self._call("put", len(keys), call, self._code)
+        return self.call("put", len(keys), call, self.code)
 
     def get(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> Answer:
         """Load each key's segments; bytes that are not those that were saved are CORRUPT."""
         if not self._checksum:
-            return self._call("get", len(keys), lambda: self.backend.get(keys, addrs, sizes, fence), self._code)
+            return self.call("get", len(keys), lambda: self.backend.get(keys, addrs, sizes, fence), self.code)
         trailers = Trailers(keys)
-        answer = self._call(
-            "get", len(keys), lambda: self.backend.get(keys, *trailers.append_to(addrs, sizes), fence), self._code
+        answer = self.call(
+            "get", len(keys), lambda: self.backend.get(keys, *trailers.append_to(addrs, sizes), fence), self.code
         )
         if not any(status is Status.OK for status in answer.statuses):
             return answer
@@ -115,21 +115,27 @@ class StoreClient:
             return Answer([Status.CANCELLED] * len(keys), Cancelled("get"))
         corrupt = [status is Status.OK and not right for status, right in zip(answer.statuses, same, strict=True)]
         if any(corrupt):
-            self._forget([key for key, bad in zip(keys, corrupt, strict=True) if bad])
+            self.forget([key for key, bad in zip(keys, corrupt, strict=True) if bad])
         return Answer(
             [Status.CORRUPT if bad else status for status, bad in zip(answer.statuses, corrupt, strict=True)],
             answer.cause,
         )
 
-    def _forget(self, keys: Sequence[str]) -> None:
+    def forget(self, keys: Sequence[str]) -> None:
         """Remove corrupt values, or they would stay: a put of an existing key keeps the first data."""
         self.stats.count("store_get_corrupt_keys", len(keys))
-        self._call("remove", len(keys), lambda: self.backend.remove(keys), self._code)
+        self.call("remove", len(keys), lambda: self.backend.remove(keys), self.code)
 
-    def _call(self, name: str, n: int, call: Callable[[], Any], convert: Callable[[Any], Status]) -> Answer:
+    def call(
+        self, name: str, n: int, call: Callable[[], Any], convert: Callable[[Any], Status], *, always: bool = False
+    ) -> Answer:
+        """One status for each of the ``n`` keys of ``call``; ``convert`` is asked once for each entry, in order.
+
+        ``always``: also while the engine is left alone, for calls that give back what others have opened.
+        """
         if n == 0:
             return Answer([])
-        if not self.breaker.allows():
+        if not always and not self.breaker.allows():
             self.stats.count(f"store_{name}_skipped", n)
             return Answer([Status.UNAVAILABLE] * n)
         try:
@@ -150,7 +156,8 @@ class StoreClient:
         elif not failed:
             self.breaker.reset()
 
-    def _code(self, raw: Any) -> Status:
+    def code(self, raw: Any) -> Status:
+        """The status of one of the engine's own codes."""
         return from_native(self.backend.engine, raw)
 
     def _presence(self, raw: Any) -> Status:
