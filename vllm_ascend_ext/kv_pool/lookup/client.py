@@ -6,6 +6,7 @@ nowhere to arrive. libzmq reports a broken or refused connection at once, and su
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -27,6 +28,8 @@ DEFAULT_BACKOFF_S = 5.0
 _MAX_ANSWER_BYTES = 1 << 20
 """libzmq refuses a larger frame by cutting the connection, before the bytes are taken into memory."""
 
+_OVERTAKEN_MS = 10  # the news of a lost connection can overtake the answer that came before it
+_names = itertools.count()  # libzmq frees an inproc name some time after its socket was closed
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
@@ -180,14 +183,16 @@ class _Channel:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str, wake: int) -> None:
         self._path = path
         self._wake = wake
-        self._monitor: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
+        self._monitor = context.socket(zmq.PAIR)
         self._socket = context.socket(zmq.REQ)
         try:
             self._socket.linger = 0
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a question must not reach a second server by itself
-            self._monitor = self._socket.get_monitor_socket(_LOST)
+            name = f"inproc://lookup-monitor-{next(_names)}"
+            self._socket.monitor(name, _LOST)
+            self._monitor.connect(name)
             self._socket.connect(f"ipc://{path}")
             for source in (self._socket, self._monitor, wake):
                 self._poller.register(source, zmq.POLLIN)
@@ -196,13 +201,15 @@ class _Channel:
             raise
 
     def lost(self) -> bool:
-        return self._monitor is not None and _readable(self._monitor)
+        return _readable(self._monitor)
 
     def exchange(self, frames: list[bytes], deadline: Deadline) -> list[bytes]:
         """The frames that came back; raises DeadlineExceeded, Unreachable or ClosedError."""
         self._socket.send_multipart(frames, zmq.NOBLOCK)  # copied: a zero-copy send starts a thread of pyzmq's
-        ready = dict(self._poller.poll(math.ceil(deadline.remaining() * 1000)))
-        if self._socket in ready or _readable(self._socket):
+        ready = dict(self._poller.poll(_ms_left(deadline)))
+        if self._monitor in ready and self._socket not in ready:
+            self._socket.poll(min(_OVERTAKEN_MS, _ms_left(deadline)))
+        if _readable(self._socket):
             return self._socket.recv_multipart(zmq.NOBLOCK)
         if self._wake in ready:
             raise ClosedError(f"the client of {self._path} was closed")
@@ -212,11 +219,14 @@ class _Channel:
 
     def close(self) -> None:
         """Nothing of the socket is left, whatever state it is in."""
-        if self._monitor is not None:
-            with suppress(zmq.ZMQError):
-                self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+        with suppress(zmq.ZMQError):
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
+
+
+def _ms_left(deadline: Deadline) -> int:
+    return math.ceil(deadline.remaining() * 1000)
 
 
 def _readable(source: zmq.Socket[bytes]) -> bool:
