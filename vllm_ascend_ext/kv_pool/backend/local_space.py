@@ -53,3 +53,12 @@ def fit(free: Stretches, pages: Ints) -> Ints:
         if size != pages.min():
             free = carve(free, chosen, np.full(len(chosen), size))
     return offsets
+
+
+def overlaps(starts: Ints, lengths: Ints, used: Ints, used_lengths: Ints) -> npt.NDArray[np.bool_]:
+    """Which of the stretches share a page with one of the ``used`` ones, which are disjoint."""
+    order = np.argsort(used)
+    begins, ends = used[order], (used + used_lengths)[order]
+    first = np.searchsorted(ends, starts, "right")  # the first one that ends behind our start
+    shared: npt.NDArray[np.bool_] = np.append(begins, np.iinfo(np.int64).max)[first] < starts + lengths
+    return shared

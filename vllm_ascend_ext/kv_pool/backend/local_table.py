@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from vllm_ascend_ext.kv_pool.backend import local_space as space
 from vllm_ascend_ext.kv_pool.backend.arena import GRANULE, MAX_CLIENTS, Segment
+from vllm_ascend_ext.kv_pool.backend.local_hash import Digests, HashIndex, Ints, buckets_for
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +30,10 @@ VERSION = 1
 """Raised whenever the arrays change their meaning, order or types."""
 
 FREE, RESERVED, OPEN, PUBLISHED, DYING = range(5)
-DIGEST_WORDS = 2
 
 _STEP = 4096  # slots that are given memory at a time
-_TOMBSTONE = -1
 _LOOK_AHEAD = 4096  # candidates for eviction that are sorted at a time
 
-Ints = npt.NDArray[np.int64]
-Digests = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -47,8 +44,7 @@ class H(IntEnum):
     HIGH = 1  # slots at and above were never used
     BACKED = 2  # slots below have memory behind them
     STRETCHES = 3  # free stretches
-    BUCKETS = 4  # buckets of the hash index, a power of two
-    FILLED = 5  # buckets that are not empty, tombstones included
+    BUCKETS = 4  # the hash index's shape, two fields
     TICK = 6  # counts uses
     GENERATION = 7  # counts allocations
     USED_PAGES = 8
@@ -57,47 +53,61 @@ class H(IntEnum):
 
 
 @dataclass(frozen=True)
-class _Field:
-    name: str
-    dtype: Any
-    per_slot: tuple[int, ...] = ()
+class _Array:
+    """Where an array lies, and what it is."""
+
+    offset: int
+    dtype: npt.DTypeLike
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    def on(self, buffer: memoryview) -> npt.NDArray[Any]:
+        count = int(np.prod(self.shape))
+        return np.frombuffer(buffer, self.dtype, count, self.offset).reshape(self.shape)
 
 
-_SLOT_FIELDS = (
-    _Field("digest", np.uint64, (DIGEST_WORDS,)),
-    _Field("size", np.int64),
-    _Field("last_used", np.int64),
-    _Field("writers", np.uint64),
-    _Field("offset", np.uint32),
-    _Field("generation", np.uint32),
-    _Field("free_start", np.uint32),
-    _Field("free_end", np.uint32),
-    _Field("state", np.uint8),
-)
-_CLIENT_FIELDS = (_Field("lease_until", np.int64), _Field("lease_count", np.int32), _Field("pins", np.int32))
+_PER_SLOT: dict[str, tuple[npt.DTypeLike, int]] = {
+    "digest": (np.uint64, 2),
+    "size": (np.int64, 1),
+    "last_used": (np.int64, 1),
+    "writers": (np.uint64, 1),
+    "offset": (np.uint32, 1),
+    "generation": (np.uint32, 1),
+    "free_start": (np.uint32, 1),
+    "free_end": (np.uint32, 1),
+    "state": (np.uint8, 1),
+}
+_PER_CLIENT: dict[str, npt.DTypeLike] = {"lease_until": np.int64, "lease_count": np.int32, "pins": np.int32}
 
 
-def _layout(pages: int) -> tuple[dict[str, tuple[int, Any, tuple[int, ...]]], int]:
-    """Offset, dtype and shape of every array for an arena of ``pages`` pages, and the bytes of all."""
+def _layout(pages: int) -> tuple[dict[str, _Array], int]:
+    """Every array for an arena of ``pages`` pages, and the bytes of all. Each starts on a page of its own."""
     slots = pages + 1  # one more, for there may be one more free stretch than values
-    shapes: list[tuple[str, Any, tuple[int, ...]]] = [
-        ("header", np.int64, (64,)),
-        ("clients", np.int64, (MAX_CLIENTS,)),
-        ("page_slot", np.int32, (pages,)),
-        ("index", np.int32, (8 << slots.bit_length(),)),
-        *((field.name, field.dtype, (slots, *field.per_slot)) for field in _SLOT_FIELDS),
-        *((field.name, field.dtype, (MAX_CLIENTS, slots)) for field in _CLIENT_FIELDS),
-    ]
-    places, end = {}, 0
-    for name, dtype, shape in shapes:
-        places[name] = (end, dtype, shape)
-        end += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // GRANULE) * GRANULE
-    return places, end
+    shapes: dict[str, tuple[npt.DTypeLike, tuple[int, ...]]] = {
+        "header": (np.int64, (64,)),
+        "clients": (np.int64, (MAX_CLIENTS,)),
+        "page_slot": (np.int32, (pages,)),
+        "buckets": (np.int32, (buckets_for(slots),)),
+    }
+    shapes |= {name: (dtype, (slots, words) if words > 1 else (slots,)) for name, (dtype, words) in _PER_SLOT.items()}
+    shapes |= {name: (dtype, (MAX_CLIENTS, slots)) for name, dtype in _PER_CLIENT.items()}
+    arrays, end = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        arrays[name] = _Array(end, dtype, shape)
+        end += -(-arrays[name].row_bytes * shape[0] // GRANULE) * GRANULE
+    return arrays, end
 
 
 def table_bytes(capacity_bytes: int) -> int:
-    """The size of the table's file for one capacity: a sparse file, most of it never backed by memory."""
+    """The length of the table for one capacity; sparse, most of it never has memory behind it."""
     return _layout(capacity_bytes // GRANULE)[1]
+
+
+def pages_of(sizes: Ints) -> Ints:
+    return -(-sizes // GRANULE)
 
 
 class Table:
@@ -106,7 +116,7 @@ class Table:
     header: Ints
     clients: Ints
     page_slot: npt.NDArray[np.int32]
-    index: npt.NDArray[np.int32]
+    buckets: npt.NDArray[np.int32]
     digest: Digests
     size: Ints
     last_used: Ints
@@ -123,21 +133,18 @@ class Table:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self.pages = segment.spec.capacity_bytes // GRANULE
-        self._places, _ = _layout(self.pages)
-        buffer = segment.table
-        for name, (begin, dtype, shape) in self._places.items():
-            array = np.frombuffer(buffer, dtype, int(np.prod(shape)), begin)
-            setattr(self, name, array.reshape(shape))
-        self._queue = np.empty(0, np.int64)
-        self._queue_ticks = np.empty(0, np.int64)
+        self._arrays, _ = _layout(self.pages)
+        for name, array in self._arrays.items():
+            setattr(self, name, array.on(segment.table))
+        self._index = HashIndex(self.buckets, self.digest, self.header[H.BUCKETS : H.BUCKETS + 2])
+        self._queue = self._queue_ticks = np.empty(0, np.int64)
 
-    @staticmethod
-    def initialise(segment: Segment) -> None:
+    @classmethod
+    def initialise(cls, segment: Segment) -> None:
         """Make the table of a new segment, whose files are all zeros: an empty pool."""
-        table = Table(segment)
+        table = cls(segment)
         for name in ("header", "clients", "page_slot"):
-            begin, dtype, shape = table._places[name]
-            segment.reserve_table(begin, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+            table._reserve(name, 0, table._arrays[name].shape[0])
         table._back(1)
         table.rebuild(np.uint64(0))
 
@@ -154,8 +161,7 @@ class Table:
         """Derive everything anew if somebody died, or was interrupted, in the middle of a change."""
         if self.header[H.DIRTY]:
             logger.warning("%s: a change of the index was left half done; rebuilding", self._segment.spec.folder)
-            alive = [client for client in self.active() if self._segment.alive(int(client))]
-            self.rebuild(self._bits(np.array(alive, np.int64)))
+            self.rebuild(bits(np.array([c for c in self.active().tolist() if self._segment.alive(c)], np.int64)))
             self.header[H.REBUILDS] += 1
 
     def active(self) -> Ints:
@@ -169,42 +175,47 @@ class Table:
         if not len(free):
             return -1
         client = int(free[0])
-        for field in _CLIENT_FIELDS:
-            self._reserve(field.name, client * (self.pages + 1), int(self.header[H.BACKED]))
+        for name in _PER_CLIENT:
+            self._reserve(name, client, 0, int(self.header[H.BACKED]))
         self.clients[client] = 1
         return client
 
     def sign_out(self, client: int) -> None:
         """Give back whatever ``client`` still holds, and its id."""
-        bit = self._bits(np.array([client]))
         high = self.header[H.HIGH]
         self.lease_until[client, :high] = 0
         self.lease_count[client, :high] = 0
         pinned = np.flatnonzero(self.pins[client, :high])
         self.pins[client, pinned] = 0
-        written = np.flatnonzero(self.writers[:high] & bit)
-        self.writers[written] &= ~bit
-        orphans = written[self.writers[written] == 0]
-        self.drop(orphans[np.isin(self.state[orphans], (RESERVED, OPEN))])
+        unfinished = np.flatnonzero(np.isin(self.state[:high], (RESERVED, OPEN)))
+        self.leave(unfinished[self.takes_part(unfinished, bits(np.array([client])))], bits(np.array([client])))
         self.bury(pinned)
         self.clients[client] = 0
 
     def reap(self) -> bool:
         """Clear away what dead clients left: leases, pins, open writes. True if there was a dead one."""
-        dead = [int(client) for client in self.active() if not self._segment.alive(int(client))]
+        dead = [client for client in self.active().tolist() if not self._segment.alive(client)]
         for client in dead:
             logger.warning("%s: client %d died; clearing up behind it", self._segment.spec.folder, client)
             self.sign_out(client)
         return bool(dead)
 
-    # -- finding --------------------------------------------------------------------------------------------------
+    # -- finding: -1 stands for a missing slot throughout -------------------------------------------------------------
 
     def find(self, digests: Digests) -> Ints:
         """The slot of each key, OPEN or PUBLISHED; -1 where there is none."""
-        return self._probe(digests)[0]
+        return self._index.find(digests)
 
-    def published(self, slots: Ints) -> Mask:
-        return (slots >= 0) & (self.state[slots] == PUBLISHED)
+    def in_state(self, slots: Ints, state: int) -> Mask:
+        there: Mask = (slots >= 0) & (self.state[np.maximum(slots, 0)] == state)
+        return there
+
+    def takes_part(self, slots: Ints, bit: np.uint64) -> Mask:
+        """Which slots are unfinished writes that the client of ``bit`` has a part in."""
+        rows = np.maximum(slots, 0)
+        unfinished = (self.state[rows] == OPEN) | (self.state[rows] == RESERVED)
+        part: Mask = (slots >= 0) & unfinished & ((self.writers[rows] & bit) != 0)
+        return part
 
     def slots_at(self, pages: Ints) -> Ints:
         """The slot that holds, or once held, each page of the arena; -1 outside of the arena."""
@@ -235,41 +246,40 @@ class Table:
         np.add.at(self.lease_count[client], slots, 1)
         self.lease_until[client, unique] = np.maximum(self.lease_until[client, unique], until)
 
-    def unlease(self, client: int, slot: int, now: int) -> bool:
-        """One lease less; False if this client holds none that is still in force."""
-        if slot < 0 or self.lease_count[client, slot] == 0 or self.lease_until[client, slot] <= now:
-            return False
-        self.lease_count[client, slot] -= 1
-        if self.lease_count[client, slot] == 0:
-            self.lease_until[client, slot] = 0
-        return True
+    def unlease(self, client: int, slots: Ints, now: int) -> Mask:
+        """One lease less on each of these distinct slots; False where this client holds none that is in force."""
+        rows = np.maximum(slots, 0)
+        held: Mask = (slots >= 0) & (self.lease_count[client, rows] > 0) & (self.lease_until[client, rows] > now)
+        slots = slots[held]
+        self.lease_count[client, slots] -= 1
+        self.lease_until[client, slots[self.lease_count[client, slots] == 0]] = 0
+        return held
 
     def leased(self, slots: Ints, now: int) -> Mask:
         """Which slots somebody holds a lease on that is in force."""
-        leased: Mask = (self.lease_until[np.ix_(self.active(), slots)] > now).any(axis=0)
+        leased: Mask = np.any(self.lease_until[np.ix_(self.active(), slots)] > now, axis=0)
         return leased
 
     def pinned(self, slots: Ints) -> Mask:
         """Which slots somebody copies."""
-        pinned: Mask = (self.pins[np.ix_(self.active(), slots)] > 0).any(axis=0)
+        pinned: Mask = np.any(self.pins[np.ix_(self.active(), slots)] > 0, axis=0)
         return pinned
 
     # -- making and dropping values -------------------------------------------------------------------------------
 
-    def reserve(self, digests: Digests, sizes: Ints, client: int, state: int, now: int) -> Ints:
+    def reserve(self, digests: Digests, sizes: Ints, bit: np.uint64, state: int, now: int) -> Ints:
         """A slot with room for each value, -1 where none fits, evicting the least recently used ones for it.
 
         ``state`` is RESERVED or OPEN; OPEN slots are found by their keys, which must not be there yet.
         """
-        pages = -(-sizes // GRANULE)
-        possible = np.flatnonzero((pages > 0) & (pages <= self.pages))
+        pages = pages_of(sizes)
         slots = np.full(len(sizes), -1, np.int64)
+        possible = np.flatnonzero((pages > 0) & (pages <= self.pages))
         offsets, victims = self._plan(pages[possible], now)
         self._evict(victims)
         placed = possible[offsets >= 0]
-        offsets = offsets[offsets >= 0]
         rows = self._vacant(len(placed))
-        placed, offsets = placed[: len(rows)], offsets[: len(rows)]
+        placed, offsets = placed[: len(rows)], offsets[offsets >= 0][: len(rows)]
         self._set_free(space.carve(self._free(), offsets, pages[placed]))
         generation = self.header[H.GENERATION]
         self.header[H.GENERATION] = generation + len(rows)
@@ -277,12 +287,12 @@ class Table:
         self.size[rows] = sizes[placed]
         self.offset[rows] = offsets
         self.generation[rows] = (generation + 1 + np.arange(len(rows))) & 0xFFFFFFFF
-        self.writers[rows] = self._bits(np.array([client]))
+        self.writers[rows] = bit
         self.state[rows] = state
         self._map_pages(rows)
         self.header[H.USED_PAGES] += int(pages[placed].sum())
         if state == OPEN:
-            self._insert(rows)
+            self._enter(rows)
         slots[placed] = rows
         return slots
 
@@ -291,64 +301,59 @@ class Table:
         hidden = slots[self.state[slots] == RESERVED]
         self.touch(slots)
         self.state[slots] = PUBLISHED
-        self._insert(hidden)
-        self.writers[slots] = 0
+        self._enter(hidden)
+
+    def leave(self, slots: Ints, bit: np.uint64) -> None:
+        """Take a client's part out of unfinished writes; the last part out drops them."""
+        self.writers[slots] &= ~bit
+        self.drop(slots[self.writers[slots] == 0])
 
     def drop(self, slots: Ints) -> None:
         """Forget values and unfinished writes; their room is free once nobody copies any more."""
-        self._delete(slots[self.state[slots] != RESERVED])
+        self._index.delete(slots)
         self.state[slots] = DYING
         self.bury(slots)
 
     def bury(self, slots: Ints) -> None:
         """Free those of ``slots`` that are DYING and that nobody copies any more."""
-        slots = np.unique(slots[self.state[slots] == DYING])
-        slots = slots[~self.pinned(slots)]
-        if len(slots):
-            self._release(slots)
+        dying = np.unique(slots[self.state[slots] == DYING])
+        if len(dying):
+            self._release(dying[~self.pinned(dying)])
 
     def _evict(self, victims: Ints) -> None:
         if len(victims):
-            self._delete(victims)
+            self._index.delete(victims)
             self._release(victims)
             self.header[H.EVICTIONS] += len(victims)
 
     def _release(self, slots: Ints) -> None:
         self.state[slots] = FREE
-        active = self.active()
-        self.lease_until[np.ix_(active, slots)] = 0
-        self.lease_count[np.ix_(active, slots)] = 0
-        pages = -(-self.size[slots] // GRANULE)
-        self._set_free(space.join(self._free(), self.offset[slots].astype(np.int64), pages))
+        rows = np.ix_(self.active(), slots)
+        self.lease_until[rows] = 0
+        self.lease_count[rows] = 0
+        pages = pages_of(self.size[slots])
+        self._set_free(space.join(self._free(), self._start(slots), pages))
         self.header[H.USED_PAGES] -= int(pages.sum())
 
     def _plan(self, pages: Ints, now: int) -> tuple[Ints, Ints]:
         """Where to put values of these lengths, and which slots to evict for it: the oldest, no more than needed."""
-        none = np.empty(0, np.int64)
         free = self._free()
         offsets = space.fit(free, pages)
-        if (offsets >= 0).all():
-            return offsets, none
-        victims, count = none, 0
+        victims, count = np.empty(0, np.int64), 0
         while (offsets < 0).any():
-            missing = int(pages[offsets < 0].sum())
-            if count >= len(victims):
-                more = self._oldest(2 * count + len(pages), now)
-                if len(more) <= len(victims):
+            if count == len(victims):
+                victims = self._oldest(2 * count + len(pages), now)
+                if len(victims) <= count:
                     break
-                victims = more
-            starts = self.offset[victims].astype(np.int64)
-            lengths = -(-self.size[victims] // GRANULE)
+            starts, lengths = self._start(victims), pages_of(self.size[victims])
+            missing = int(pages[offsets < 0].sum())
             enough = int(np.searchsorted(np.cumsum(lengths[count:]), missing)) + 1
             count = min(count + max(enough, count // 2), len(victims))
             offsets = space.fit(space.join(free, starts[:count], lengths[:count]), pages)
-        if count == 0:
-            return offsets, none
-        order = np.argsort(offsets)
-        begins, ends = offsets[order], (offsets + pages)[order]
-        begins, ends = begins[begins >= 0], ends[begins >= 0]
-        first = np.searchsorted(ends, starts[:count], "right")
-        needed = (first < len(begins)) & (np.append(begins, self.pages)[first] < starts[:count] + lengths[:count])
+        if not count:
+            return offsets, victims[:0]
+        chosen = offsets >= 0
+        needed = space.overlaps(starts[:count], lengths[:count], offsets[chosen], pages[chosen])
         return offsets, victims[:count][needed]
 
     def _oldest(self, wanted: int, now: int) -> Ints:
@@ -357,54 +362,68 @@ class Table:
         Sorting all slots at every put would be too dear, so the oldest few thousand are sorted ahead. One that was
         not used since is still older than everything that is not in the queue.
         """
-        for look_ahead in (0, max(_LOOK_AHEAD, 4 * wanted), None):
-            if look_ahead != 0:
-                live = np.flatnonzero(self.state[: self.header[H.HIGH]] == PUBLISHED)
-                ticks = self.last_used[live]
-                if look_ahead is not None and look_ahead < len(live):
-                    chosen = np.argpartition(ticks, look_ahead)[:look_ahead]
-                    live, ticks = live[chosen], ticks[chosen]
-                order = np.argsort(ticks)
-                self._queue, self._queue_ticks = live[order], ticks[order]
-            same = (self.state[self._queue] == PUBLISHED) & (self.last_used[self._queue] == self._queue_ticks)
-            self._queue, self._queue_ticks = self._queue[same], self._queue_ticks[same]
-            evictable = self._queue[~(self.leased(self._queue, now) | self.pinned(self._queue))]
+        evictable = self._evictable(now)
+        for look_ahead in (max(_LOOK_AHEAD, 4 * wanted), None):
             if len(evictable) >= wanted:
                 break
+            live = np.flatnonzero(self.state[: self.header[H.HIGH]] == PUBLISHED)
+            if look_ahead is not None and look_ahead < len(live):
+                live = live[np.argpartition(self.last_used[live], look_ahead)[:look_ahead]]
+            self._queue = live[np.argsort(self.last_used[live])]
+            self._queue_ticks = self.last_used[self._queue]
+            evictable = self._evictable(now)
         return evictable
 
-    # -- derived arrays -------------------------------------------------------------------------------------------
+    def _evictable(self, now: int) -> Ints:
+        queue = self._queue
+        same = (self.state[queue] == PUBLISHED) & (self.last_used[queue] == self._queue_ticks)
+        self._queue, self._queue_ticks = queue[same], self._queue_ticks[same]
+        return self._queue[~(self.leased(self._queue, now) | self.pinned(self._queue))]
+
+    # -- what is derived ------------------------------------------------------------------------------------------
 
     def rebuild(self, alive: np.uint64) -> None:
-        """Derive free stretches, page map and hash index from the slots, keeping only what living clients hold."""
+        """Derive everything from the slots, of which unfinished ones stay only with a writer among ``alive``."""
         high = int(self.header[H.HIGH])
         state = self.state[:high]
-        pinned = self.pinned(np.arange(high))
-        unfinished = np.isin(state, (RESERVED, OPEN))
-        orphans = unfinished & ((self.writers[:high] & alive) == 0)
-        state[orphans] = DYING
-        state[(state == DYING) & ~pinned] = FREE
+        unfinished = (state == RESERVED) | (state == OPEN)
+        state[unfinished & ((self.writers[:high] & alive) == 0)] = DYING
+        state[(state == DYING) & ~self.pinned(np.arange(high))] = FREE
         self._drop_overlaps()
         live = np.flatnonzero(state)
-        pages = -(-self.size[live] // GRANULE)
-        everything = (np.array([0], np.int64), np.array([self.pages], np.int64))
-        self._set_free(space.carve(everything, self.offset[live].astype(np.int64), pages))
+        pages = pages_of(self.size[live])
+        whole = (np.zeros(1, np.int64), np.full(1, self.pages, np.int64))
+        self._set_free(space.carve(whole, self._start(live), pages))
         self._map_pages(live)
         self.header[H.USED_PAGES] = int(pages.sum())
-        self.lease_until[np.ix_(self.active(), np.flatnonzero(state == FREE))] = 0
+        rows = np.ix_(self.active(), np.flatnonzero(state == FREE))
+        self.lease_until[rows] = 0
+        self.lease_count[rows] = 0
         self._queue = self._queue_ticks = np.empty(0, np.int64)
-        self._index_anew(0)
+        self._index.make_anew(self._findable(), 0)
         self.commit()
 
     def _drop_overlaps(self) -> None:
         """Defence in depth: bytes that two slots claim belong to neither."""
         live = np.flatnonzero(self.state[: self.header[H.HIGH]])
         live = live[np.argsort(self.offset[live])]
-        ends = self.offset[live] + -(-self.size[live] // GRANULE)
-        clash = np.flatnonzero(self.offset[live][1:] < ends[:-1])
+        starts = self._start(live)
+        clash = np.flatnonzero(starts[1:] < (starts + pages_of(self.size[live]))[:-1])
         if len(clash):
             logger.error("%s: %d values overlap and are dropped", self._segment.spec.folder, len(clash))
             self.state[live[np.concatenate((clash, clash + 1))]] = FREE
+
+    def _findable(self) -> Ints:
+        state = self.state[: self.header[H.HIGH]]
+        return np.flatnonzero((state == OPEN) | (state == PUBLISHED))
+
+    def _enter(self, slots: Ints) -> None:
+        """Make slots findable that are so by their state."""
+        if not self._index.insert(slots):
+            self._index.make_anew(self._findable(), len(slots))
+
+    def _start(self, slots: Ints) -> Ints:
+        return self.offset[slots].astype(np.int64)
 
     def _free(self) -> space.Stretches:
         count = self.header[H.STRETCHES]
@@ -416,10 +435,10 @@ class Table:
         self.header[H.STRETCHES] = count
 
     def _map_pages(self, slots: Ints) -> None:
-        pages = -(-self.size[slots] // GRANULE)
+        pages = pages_of(self.size[slots])
         before = np.cumsum(pages) - pages
-        rows = np.repeat(self.offset[slots].astype(np.int64) - before, pages) + np.arange(int(pages.sum()))
-        self.page_slot[rows] = np.repeat(slots, pages)
+        every = np.repeat(self._start(slots) - before, pages) + np.arange(int(pages.sum()))
+        self.page_slot[every] = np.repeat(slots, pages)
 
     def _vacant(self, count: int) -> Ints:
         """``count`` FREE rows, used ones first; fewer if memory for more of them can't be had."""
@@ -438,72 +457,21 @@ class Table:
     def _back(self, slots: int) -> None:
         """Put memory behind the rows up to ``slots``; OSError if there is none."""
         upto = min(-(-slots // _STEP) * _STEP, self.pages + 1)
-        self._reserve("index", 0, self._buckets(upto))
-        for field in _SLOT_FIELDS:
-            self._reserve(field.name, 0, upto)
-        for client in self.active():
-            for field in _CLIENT_FIELDS:
-                self._reserve(field.name, int(client) * (self.pages + 1), upto)
+        self._reserve("buckets", 0, buckets_for(upto))
+        for name in _PER_SLOT:
+            self._reserve(name, 0, upto)
+        for client in self.active().tolist():
+            for name in _PER_CLIENT:
+                self._reserve(name, client, 0, upto)
         self.header[H.BACKED] = upto
 
-    def _reserve(self, name: str, first: int, count: int) -> None:
-        begin, dtype, shape = self._places[name]
-        row = np.dtype(dtype).itemsize * (shape[1] if name == "digest" else 1)
-        self._segment.reserve_table(begin + first * row, count * row)
+    def _reserve(self, name: str, first: int, count: int, columns: int | None = None) -> None:
+        """Memory behind ``count`` rows of an array, or behind the first ``columns`` of one row."""
+        array = self._arrays[name]
+        length = count * array.row_bytes if columns is None else columns * np.dtype(array.dtype).itemsize
+        self._segment.reserve_table(array.offset + first * array.row_bytes, length)
 
-    @staticmethod
-    def _buckets(keys: int) -> int:
-        """Three to six buckets a key, so that half full is far away right after the index was made anew."""
-        return 1 << max(4, (3 * keys).bit_length())
 
-    @staticmethod
-    def _bits(clients: Ints) -> np.uint64:
-        return np.bitwise_or.reduce(np.uint64(1) << clients.astype(np.uint64), initial=np.uint64(0))
-
-    # -- the hash index: open addressing, linear probing; 0 is empty, -1 a tombstone, else slot + 1 ------------------
-
-    def _probe(self, digests: Digests) -> tuple[Ints, Ints]:
-        """(slots, buckets) of the keys, -1 where they are missing."""
-        slots = np.full(len(digests), -1, np.int64)
-        buckets = np.full(len(digests), -1, np.int64)
-        mask = int(self.header[H.BUCKETS]) - 1
-        place = (digests[:, 0] & np.uint64(mask)).astype(np.int64)
-        open_ = np.arange(len(digests))
-        while len(open_):
-            entry = self.index[place]
-            row = np.maximum(entry - 1, 0)
-            hit = (entry > 0) & (self.digest[row] == digests[open_]).all(axis=1)
-            slots[open_[hit]] = row[hit]
-            buckets[open_[hit]] = place[hit]
-            on = ~hit & (entry != 0)
-            open_, place = open_[on], (place[on] + 1) & mask
-        return slots, buckets
-
-    def _insert(self, slots: Ints) -> None:
-        """Enter slots whose keys are not in the index."""
-        if 2 * (self.header[H.FILLED] + len(slots)) > self.header[H.BUCKETS]:
-            self._index_anew(len(slots))
-            return
-        mask = int(self.header[H.BUCKETS]) - 1
-        place = (self.digest[slots, 0] & np.uint64(mask)).astype(np.int64)
-        while len(slots):
-            entry = self.index[place]
-            free = np.flatnonzero(entry <= 0)
-            self.index[place[free]] = slots[free] + 1  # of several for one bucket, the last one wins
-            lost = self.index[place] != slots + 1
-            self.header[H.FILLED] += int((~lost & (entry == 0)).sum())
-            slots, place = slots[lost], (place[lost] + 1) & mask
-
-    def _delete(self, slots: Ints) -> None:
-        found, buckets = self._probe(self.digest[slots])
-        self.index[buckets[found == slots]] = _TOMBSTONE
-
-    def _index_anew(self, more: int) -> None:
-        """Empty the index and enter all findable slots, with buckets for ``more``."""
-        state = self.state[: self.header[H.HIGH]]
-        live = np.flatnonzero((state == OPEN) | (state == PUBLISHED))
-        buckets = self._buckets(len(live) + more)
-        self.index[: max(buckets, int(self.header[H.BUCKETS]))] = 0
-        self.header[H.BUCKETS] = buckets
-        self.header[H.FILLED] = 0
-        self._insert(live)
+def bits(clients: Ints) -> np.uint64:
+    """The set of clients as bits of ``writers``."""
+    return np.uint64(sum(1 << client for client in clients.tolist()))

@@ -1,0 +1,80 @@
+"""A hash index from 128-bit digests to slots, in shared memory; must never know what a slot means.
+
+Open addressing with linear probing over int32 buckets: 0 is empty, -1 a tombstone, anything else slot + 1. All calls
+take whole batches; their loops run once per probe step, not once per key.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
+"""(keys, 2): 128 bits of a key each."""
+Buckets = npt.NDArray[np.int32]
+
+_TOMBSTONE = -1
+
+
+def buckets_for(keys: int) -> int:
+    """Three to six buckets a key, so that half full is far away right after the index was made anew."""
+    return 1 << max(4, (3 * keys).bit_length())
+
+
+class HashIndex:
+    """``buckets`` with the ``digests`` of the slots; ``shape`` is (number of buckets in use, those not empty)."""
+
+    def __init__(self, buckets: Buckets, digests: Digests, shape: Ints) -> None:
+        self._buckets = buckets
+        self._digests = digests
+        self._shape = shape
+
+    def find(self, digests: Digests) -> Ints:
+        """The slot of each digest, -1 where there is none."""
+        return self._probe(digests)[0]
+
+    def insert(self, slots: Ints) -> bool:
+        """Enter slots whose digests are not in the index; False, and nothing done, if it must be made anew first."""
+        size, filled = self._shape.tolist()
+        if 2 * (filled + len(slots)) > size:
+            return False
+        place = self._home(self._digests[slots])
+        while len(slots):
+            entry = self._buckets[place]
+            free = np.flatnonzero(entry <= 0)
+            self._buckets[place[free]] = slots[free] + 1  # of several for one bucket, the last one stays
+            lost = self._buckets[place] != slots + 1
+            self._shape[1] += int((~lost & (entry == 0)).sum())
+            slots, place = slots[lost], (place[lost] + 1) & (size - 1)
+        return True
+
+    def delete(self, slots: Ints) -> None:
+        """Take slots out; those that aren't in are left alone."""
+        found, places = self._probe(self._digests[slots])
+        self._buckets[places[found == slots]] = _TOMBSTONE
+
+    def make_anew(self, slots: Ints, more: int) -> None:
+        """Hold exactly ``slots``, with room for ``more``."""
+        size = buckets_for(len(slots) + more)
+        self._buckets[: max(size, int(self._shape[0]))] = 0
+        self._shape[:] = size, 0
+        self.insert(slots)
+
+    def _home(self, digests: Digests) -> Ints:
+        home: Ints = (digests[:, 0] & np.uint64(self._shape[0] - 1)).astype(np.int64)
+        return home
+
+    def _probe(self, digests: Digests) -> tuple[Ints, Ints]:
+        """(slots, buckets) of the digests, -1 where they are missing."""
+        slots, places = np.full((2, len(digests)), -1, np.int64)
+        pending, place = np.arange(len(digests)), self._home(digests)
+        while len(pending):
+            entry = self._buckets[place]
+            row = np.maximum(entry - 1, 0)
+            hit = (entry > 0) & (self._digests[row] == digests[pending]).all(axis=1)
+            slots[pending[hit]] = row[hit]
+            places[pending[hit]] = place[hit]
+            on = ~hit & (entry != 0)
+            pending, place = pending[on], (place[on] + 1) & int(self._shape[0] - 1)
+        return slots, places

@@ -1,0 +1,88 @@
+"""Turns the arguments of a store call into arrays, telling what can be used; must never know where values lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from vllm_ascend_ext.kv_pool.backend.local_hash import Digests, Ints
+
+MAX_KEY = 256
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The usable keys of a call: their positions in it, and 128 bits of BLAKE2b of each (as bytes, as uint64 pairs)."""
+
+    at: Ints
+    names: list[bytes]
+    digests: Digests
+
+    @classmethod
+    def of(cls, keys: Sequence[str]) -> Keys:
+        at = [n for n, key in enumerate(keys) if isinstance(key, str) and 0 < len(key) <= MAX_KEY]
+        names = [blake2b(keys[n].encode("utf-8", "surrogatepass"), digest_size=16).digest() for n in at]
+        return cls(np.array(at, np.int64), names, np.frombuffer(b"".join(names), np.uint64).reshape(-1, 2))
+
+    def take(self, chosen: Ints) -> Keys:
+        names = self.names if len(chosen) == len(self.names) else [self.names[n] for n in chosen.tolist()]
+        return Keys(self.at[chosen], names, self.digests[chosen])
+
+    def first_of_each(self) -> tuple[Ints, Ints]:
+        """(rows where a key comes up for the first time; for each row which of those it equals)."""
+        places: dict[bytes, int] = {}
+        twin = np.array([places.setdefault(name, len(places)) for name in self.names], np.int64)
+        return np.unique(twin, return_index=True)[1] if len(places) < len(twin) else np.arange(len(twin)), twin
+
+    def turns(self) -> Iterator[Ints]:
+        """All rows, in as few groups of distinct keys as there are; each key's rows in their order."""
+        left = np.arange(len(self.names))
+        while len(left):
+            first, _ = self.take(left).first_of_each()
+            yield left[first]
+            left = np.delete(left, first)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The usable rows of a put or get: keys, (rows, segments) addresses and lengths, total bytes."""
+
+    keys: Keys
+    addrs: Ints
+    sizes: Ints
+    totals: Ints
+
+    @classmethod
+    def of(cls, keys: Sequence[str], addrs: Any, sizes: Any) -> Rows:
+        """A usable row has a key, at least one byte, no null pointer and no negative length."""
+        usable = Keys.of(keys)
+        starts, lengths = numbers(addrs, 2), numbers(sizes, 2)
+        if starts is None or lengths is None or starts.shape != lengths.shape or len(starts) != len(keys):
+            starts = lengths = np.zeros((len(keys), 1), np.int64)
+        totals = lengths.sum(axis=1)
+        sound = ((lengths >= 0) & ((starts > 0) | (lengths == 0))).all(axis=1) & (totals > 0)
+        return cls(usable, starts[usable.at], lengths[usable.at], totals[usable.at]).take(
+            np.flatnonzero(sound[usable.at])
+        )
+
+    def take(self, chosen: Ints) -> Rows:
+        return Rows(self.keys.take(chosen), self.addrs[chosen], self.sizes[chosen], self.totals[chosen])
+
+
+def numbers(values: Any, dimensions: int = 1) -> Ints | None:
+    """``values`` as an int64 array of that many dimensions, None if they aren't that."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        return None
+    if array.ndim != dimensions:
+        return None
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iu" or (array.dtype == np.uint64 and int(array.max()) >= 1 << 63):
+        return None
+    return array.astype(np.int64, copy=False)
