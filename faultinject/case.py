@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import sys
 import threading
 import time
@@ -11,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from faultinject import watchdog
-from faultinject.errors import FaultInjectError
 from faultinject.evidence import join
 from faultinject.judge import Observation
 from faultinject.leaks import LeakCheck, Ledger, queue_ledgers
@@ -52,6 +52,10 @@ class Run:
     def queue(self, name: str, queue: Any) -> None:
         """A queue that must end as full as it is now, with every item taken marked done."""
         self._leaks.ledgers.extend(queue_ledgers(name, queue))
+
+    def files(self, name: str, directory: str | os.PathLike[str]) -> None:
+        """A directory that must end with the entries that it has now (socket files, temporary files)."""
+        self.ledger(name, lambda: os.listdir(directory))
 
     def saw(self, kind: str, detail: object = "") -> None:
         """The fault is visible: "result" and "exception" reached the main flow, others ("counter") tell of it."""
@@ -176,7 +180,7 @@ class _Case:
         else:
             seen.log_errors = session.visible_errors if self.visible is None else self.visible
         seen.deaths = [f"{death.thread}: {death.error}" for death in session.evidence.deaths]
-        seen.hits, seen.fired = session.hits, session.fired
+        seen.hits, seen.fired, seen.counts = session.hits, session.fired, session.counts
 
 
 def _take_text(error: BaseException) -> str:
@@ -197,8 +201,8 @@ def _take_text(error: BaseException) -> str:
 
 
 def run_case(scenario: Scenario, plan: Plan) -> Observation:
-    """Run `scenario` once with `plan` armed. Raises what the plan or the scenario did wrong (`FaultInjectError`)."""
+    """Run `scenario` once with `plan` armed. Raises what is not for the judge (`Laws.not_judged`)."""
     seen = _Case(scenario, plan).execute()
-    if isinstance(seen.error, FaultInjectError):
+    if isinstance(seen.error, scenario.laws.not_judged):
         raise seen.error
     return seen

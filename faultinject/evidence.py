@@ -86,6 +86,8 @@ class Evidence:
         original = threading.excepthook
 
         def hook(args: threading.ExceptHookArgs) -> Any:
+            if issubclass(args.exc_type, SystemExit):  # how a thread may end
+                return
             injected = issubclass(args.exc_type, ThreadKilled | Released)
             if args.thread is None or args.thread not in self._strangers:
                 text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))

@@ -49,6 +49,7 @@ class Exploration:
     missed      tokens planned for a hit that was seen before but did not come again (the scenario isn't deterministic)
     no_effect   tokens whose action changed nothing (an empty list, truncated)
     incomplete  why the exploration stopped before its end; empty if it did not
+    explored    the sites whose first faults were explored
     """
 
     scenario: Scenario
@@ -59,6 +60,7 @@ class Exploration:
     missed: list[str] = field(default_factory=list)
     no_effect: list[str] = field(default_factory=list)
     incomplete: str = ""
+    explored: tuple[str, ...] = ()
     runs: int = 0
     seconds: float = 0.0
 
@@ -99,7 +101,9 @@ class _Explorer:
 
     def run(self, plan: Plan) -> Observation:
         self.found.runs += 1
-        return run_case(self.scenario, plan)
+        seen = run_case(self.scenario, plan)
+        self.note_capped(seen)
+        return seen
 
     def baseline(self) -> None:
         """Twice: the first run also makes what lives as long as the process (pools, caches, descriptors)."""
@@ -112,8 +116,8 @@ class _Explorer:
         self._count_hits(seen)
 
     def _count_hits(self, seen: Observation) -> None:
-        for hit in seen.hits:
-            self.found.hits[hit.site] = self.found.hits.get(hit.site, 0) + 1
+        for (site, _), count in seen.counts.items():
+            self.found.hits[site] = self.found.hits.get(site, 0) + count
 
     def points(self, hits: Iterable[Hit], opened_by: tuple[Fault, ...]) -> list[_Point]:
         """The hits not seen before, in an order that doesn't depend on how threads interleave."""
@@ -121,11 +125,14 @@ class _Explorer:
         self.known |= fresh
         points = []
         for site, role, ordinal in sorted(fresh, key=lambda key: (self.order[key[0]], key[1], key[2])):
-            if ordinal > (self.scenario.sites[site].max_ordinals or self.scenario.max_ordinals):
-                self.found.capped[site, role] = max(ordinal, self.found.capped.get((site, role), 0))
-            else:
+            if ordinal <= (self.scenario.sites[site].max_ordinals or self.scenario.max_ordinals):
                 points.append(_Point(site, role, ordinal, opened_by))
         return points
+
+    def note_capped(self, seen: Observation) -> None:
+        for (site, role), count in seen.counts.items():
+            if count > (self.scenario.sites[site].max_ordinals or self.scenario.max_ordinals):
+                self.found.capped[site, role] = max(count, self.found.capped.get((site, role), 0))
 
     def singles(self, first_sites: Iterable[str] | None) -> None:
         """Breadth first; a run that shows hits nobody saw before (a retry, a roll-back) adds them behind its faults."""
@@ -149,18 +156,19 @@ class _Explorer:
             Fault(site, action, Nth(ordinal), role)
             for site, role, ordinal in sorted(self.known, key=lambda key: (self.order[key[0]], key[1], key[2]))
             for action in self.scenario.sites[site].actions
-            if not action.benign
+            if not action.benign and (not action.roles or role in action.roles)
         ]
         firsts = [fault for fault in singles if only is None or fault.site in only]
         chance = random.Random(f"{self.scenario.name}/{sorted(only or ())}")
-        tried: set[Plan] = set()
+        tried: set[str] = set()
         for _ in range(20 * self.scenario.pairs):
             if len(tried) == self.scenario.pairs or not firsts or self.out_of_budget("two-fault combinations left"):
                 return
             plan = Plan((chance.choice(firsts), chance.choice(singles)))
             first, second = plan.faults
-            if (first.site, first.role, first.when) != (second.site, second.role, second.when) and plan not in tried:
-                tried.add(plan)
+            token = plan.token("")
+            if (first.site, first.role, first.when) != (second.site, second.role, second.when) and token not in tried:
+                tried.add(token)
                 self.inject(plan, optional=True)
 
     def out_of_budget(self, left: str) -> bool:
@@ -197,8 +205,8 @@ class _Explorer:
         site, role, ordinal, action, persistence = last.token.split(":")
         injection = Injection(token, site, role, int(ordinal), action, persistence, verdict, seen.seconds, waiver)
         self.found.injections.append(injection)
-        for hit in seen.hits:
-            self.found.hits.setdefault(hit.site, 0)
+        for site, _ in seen.counts:
+            self.found.hits.setdefault(site, 0)
         if self.report is not None:
             self.report(injection)
 
@@ -210,8 +218,9 @@ def _planned(fault: Fault, hit: Hit) -> bool:
 
 def _faults(point: _Point, actions: Iterable[Action]) -> Iterator[Fault]:
     for action in actions:
-        yield Fault(point.site, action, Nth(point.ordinal), point.role)
-        yield Fault(point.site, action, From(point.ordinal), point.role)
+        if not action.roles or point.role in action.roles:
+            yield Fault(point.site, action, Nth(point.ordinal), point.role)
+            yield Fault(point.site, action, From(point.ordinal), point.role)
 
 
 def _equal(one: object, other: object) -> bool:
@@ -263,6 +272,7 @@ def explore(
     explorer.singles(first_sites)
     if explorer.scenario.pairs and not explorer.found.incomplete:
         explorer.pairs(first_sites)
+    explorer.found.explored = tuple(explorer.scenario.sites if first_sites is None else first_sites)
     explorer.found.seconds = time.monotonic() - started
     return explorer.found
 

@@ -43,13 +43,16 @@ class Passage(Protocol):
 
 @dataclass(frozen=True)
 class Action(ABC):
-    """What a fault does at its hit. `label` replaces the name in tokens and matrix columns.
+    """What a fault does at its hit.
 
-    A *benign* action may go unnoticed: the run counts as contained if its result equals the baseline's.
+    label   replaces the name in tokens and matrix columns
+    benign  it may go unnoticed: the run counts as contained if its result equals the baseline's
+    roles   explore it in these thread roles only (empty: in all)
     """
 
     label: str = field(default="", kw_only=True)
     benign: bool = field(default=False, kw_only=True)
+    roles: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if self.name != slug(self.name):

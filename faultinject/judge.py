@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from faultinject.errors import FaultInjectError
+
 OUTCOMES: Final = ("contained", "surfaced", "hang", "leak", "swallowed", "wrong_data")
 BROKEN: Final = frozenset({"hang", "leak", "swallowed", "wrong_data"})
 
@@ -24,6 +26,7 @@ class Observation:
     log_errors: list[str] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
     hits: list[Any] = field(default_factory=list)
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
     fired: list[Any] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -43,10 +46,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Laws:
-    """How errors are told apart: `law_errors` mean wrong data; if `expects` is set, no other Exception may leave."""
+    """How errors that leave a scenario are told apart.
+
+    law_errors  a law of the scenario is broken: wrong data
+    expects     if set, any other Exception breaks a law, too
+    not_judged  they are for whoever called `explore` (pytest's skip)
+    """
 
     law_errors: tuple[type[BaseException], ...] = (AssertionError,)
     expects: tuple[type[BaseException], ...] | None = None
+    not_judged: tuple[type[BaseException], ...] = (FaultInjectError,)
 
     def broken_by(self, error: BaseException | None) -> bool:
         if error is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import sys
 import threading
@@ -105,7 +106,10 @@ class Ledger:
 
     def _value(self) -> int | Counter[Any]:
         value = self.read()
-        return int(value) if isinstance(value, int) else +Counter(value)
+        try:
+            return operator.index(value)  # type: ignore[arg-type]  # any integer type, numpy's too
+        except TypeError:
+            return +Counter(value)  # type: ignore[arg-type]  # not an integer, then
 
     def check(self) -> Leak | None:
         try:

@@ -15,6 +15,7 @@ def summarize(found: Exploration) -> dict[str, Any]:
     return {
         "scenario": found.scenario.name,
         "sites": list(found.scenario.sites),
+        "explored": list(found.explored),
         "hits": dict(found.hits),
         "injections": [
             {
@@ -22,7 +23,7 @@ def summarize(found: Exploration) -> dict[str, Any]:
                 "site": injection.site,
                 "action": injection.action,
                 "outcome": injection.verdict.outcome,
-                "reason": injection.verdict.reason,
+                "reason": injection.verdict.reason[:300],
                 "waived": injection.waiver is not None,
             }
             for injection in found.injections
@@ -52,7 +53,8 @@ class Matrix:
     target: str = ""
     injections: dict[str, dict[str, Any]] = field(default_factory=dict)
     hits: dict[str, dict[str, int]] = field(default_factory=dict)
-    waivers: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
+    explored: dict[str, set[str]] = field(default_factory=dict)
+    waivers: dict[tuple[str, str, str, str], dict[str, Any]] = field(default_factory=dict)
     capped: dict[tuple[str, str, str], int] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
     no_effect: list[str] = field(default_factory=list)
@@ -64,12 +66,13 @@ class Matrix:
         scenario = summary["scenario"]
         for injection in summary["injections"]:
             self.injections.setdefault(injection["token"], injection)
+        self.explored.setdefault(scenario, set()).update(summary["explored"])
         hits = self.hits.setdefault(scenario, dict.fromkeys(summary["sites"], -1))
         for site, count in summary["hits"].items():
             hits[site] = max(hits.get(site, -1), count)
         for waiver in summary["waivers"]:
-            key = (waiver["pattern"], waiver["issue"], waiver["outcome"])
-            known = self.waivers.setdefault(key, {**waiver, "matched": 0, "waived": 0})
+            key = (scenario, waiver["pattern"], waiver["issue"], waiver["outcome"])
+            known = self.waivers.setdefault(key, {"scenario": scenario, **waiver, "matched": 0, "waived": 0})
             known["matched"] += waiver["matched"]
             known["waived"] += waiver["waived"]
         for site, role, seen in summary["capped"]:
@@ -99,13 +102,21 @@ class Matrix:
 
     @property
     def passing_waivers(self) -> list[dict[str, Any]]:
-        """Waivers whose injections all ran well: the issue may be closed, and the waiver must go."""
-        return [waiver for waiver in self.waivers.values() if waiver["matched"] and not waiver["waived"]]
+        """Waivers whose injections all ran and none needed it: the issue may be closed, and the waiver must go."""
+        return [waiver for waiver in self._judged_waivers() if waiver["matched"] and not waiver["waived"]]
 
     @property
     def idle_waivers(self) -> list[dict[str, Any]]:
         """Waivers that matched no injection at all."""
-        return [waiver for waiver in self.waivers.values() if not waiver["matched"]]
+        return [waiver for waiver in self._judged_waivers() if not waiver["matched"]]
+
+    def _judged_waivers(self) -> list[dict[str, Any]]:
+        """Those of scenarios that were explored as a whole; of a selection (`-k`) nothing can be said."""
+        return [
+            waiver
+            for waiver in self.waivers.values()
+            if self.explored[waiver["scenario"]] >= self.hits[waiver["scenario"]].keys()
+        ]
 
     @property
     def actions(self) -> list[str]:
@@ -193,6 +204,8 @@ def table(matrix: Matrix) -> list[str]:
         if not row["cells"]:
             lines.append(f"{first}{row['hits']} hits, no injection")
         for action, cell in row["cells"].items():
-            lines.append(f"{first}{action:<{wide}}  {cell['ordinals']:>3} ordinals  {cell_text(cell)}")
+            lines.append(
+                f"{first}{action:<{wide}}  {cell['ordinals']:>3} {'ordinals' if cell['ordinals'] != 1 else 'ordinal '}  {cell_text(cell)}"
+            )
             first = " " * (width + 2)
     return lines

@@ -14,6 +14,7 @@ import pytest
 from faultinject import matrix as matrix_module
 from faultinject.errors import BadToken, FaultInjectError
 from faultinject.explore import Exploration, explore, replay
+from faultinject.fault import slug
 from faultinject.html import page
 from faultinject.judge import OUTCOMES, Observation
 from faultinject.matrix import Matrix
@@ -22,6 +23,7 @@ from faultinject.scenario import Scenario
 
 _FOUND = pytest.StashKey[dict[str, Any]]()
 _DEFAULT_MATRIX = "build/fault-matrix.json"
+_SHOWN = 30  # broken injections in the terminal summary
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -127,12 +129,16 @@ class _Plugin:
         fixtures = {name: item.funcargs[name] for name in item._fixtureinfo.argnames if name != "run"}
         function: Callable[..., Any] = item.obj
         most = self.config.getoption("--fault-max-ordinals")
-        return dataclasses.replace(
+        scenario = dataclasses.replace(
             scenario,
             body=lambda run: function(run=run, **fixtures),
-            laws=dataclasses.replace(scenario.laws, law_errors=(*scenario.laws.law_errors, pytest.fail.Exception)),
-            max_ordinals=most or scenario.max_ordinals,
+            laws=dataclasses.replace(
+                scenario.laws,
+                law_errors=(*scenario.laws.law_errors, pytest.fail.Exception),
+                not_judged=(*scenario.laws.not_judged, pytest.skip.Exception, pytest.exit.Exception),
+            ),
         )
+        return scenario if most is None else scenario.limited(most)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -176,8 +182,8 @@ class _Plugin:
             )
             self.written.parent.mkdir(parents=True, exist_ok=True)
             content = self.matrix.as_json(time.monotonic() - self.started)
-            self.written.write_text(json.dumps(content, indent=1) + "\n")
-            self.written.with_suffix(".html").write_text(page(content))
+            self.written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            self.written.with_suffix(".html").write_text(page(content), encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.matrix.hits:
@@ -196,7 +202,7 @@ def scenario_of(item: pytest.Item) -> Scenario:
     scenario = declared(item)
     assert scenario is not None
     rest = item.callspec.id.removeprefix(site_of(item)).lstrip("-")  # type: ignore[attr-defined]
-    return dataclasses.replace(scenario, name=f"{scenario.name}[{rest}]") if rest else scenario
+    return dataclasses.replace(scenario, name=f"{scenario.name}[{slug(rest)}]") if rest else scenario
 
 
 def site_of(item: pytest.Item) -> str:
@@ -230,8 +236,11 @@ def _failure(found: Exploration) -> str:
 def _footer(matrix: Matrix, fail_unreached: bool) -> list[str]:
     counts = ", ".join(f"{matrix.outcomes[outcome]} {outcome}" for outcome in OUTCOMES)
     lines = [f"{len(matrix.injections)} injections in {matrix.runs} runs: {counts}"]
-    for entry in matrix.broken:
+    broken = matrix.broken
+    for entry in broken[:_SHOWN]:
         lines.append(f"{entry['outcome']}{' (waived)' * entry['waived']}  {entry['token']}  {entry['reason']}")
+    if len(broken) > _SHOWN:
+        lines.append(f"... and {len(broken) - _SHOWN} more broken injections, see the matrix")
     if matrix.unreached:
         lines.append(f"{'FAILED: ' * fail_unreached}sites never reached: {', '.join(matrix.unreached)}")
     for waiver in matrix.passing_waivers:

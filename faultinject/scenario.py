@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from faultinject.judge import Laws
@@ -55,6 +56,14 @@ class Scenario:
         if not self.sites:
             raise ValueError(f"scenario {self.name!r}: at least one site must be declared")
 
+    def limited(self, most: int) -> Scenario:
+        """The same scenario with at most that many ordinals of any site and role."""
+        sites = {
+            name: replace(site, max_ordinals=site.max_ordinals and min(site.max_ordinals, most))
+            for name, site in self.sites.items()
+        }
+        return replace(self, sites=sites, max_ordinals=min(self.max_ordinals, most))
+
 
 def scenario(
     *,
@@ -64,7 +73,7 @@ def scenario(
     waivers: Iterable[Waiver] = (),
     **settings: Any,
 ) -> Callable[[F], F]:
-    """Declare a function as a scenario; its first argument is the `Run`, further ones are pytest fixtures.
+    """Declare a function as a scenario; its argument `run` is the `Run`, further ones are pytest fixtures.
 
     Under pytest a decorated test becomes one item per declared site; elsewhere pass it to `explore`. The default name
     is the function's without `test_`. `settings` are further fields of `Scenario` (roles, deadline, grace, pairs,
@@ -73,6 +82,8 @@ def scenario(
     only = expects if expects is None or isinstance(expects, tuple) else (expects,)
 
     def declare(body: F) -> F:
+        if "run" not in inspect.signature(body).parameters or inspect.iscoroutinefunction(body):
+            raise TypeError(f"scenario {body.__qualname__}: an ordinary function with a parameter `run` is needed")
         declared = Scenario(
             name=name or body.__name__.removeprefix("test_"),
             body=body,

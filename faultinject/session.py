@@ -19,6 +19,7 @@ from faultinject.site import Patch, Site
 
 T = TypeVar("T")
 MAIN = "main"
+LOG_LIMIT = 1000  # hits of one site and role that are logged one by one; all are counted
 
 #: Threads that outlived their case. They pass no site any more: the next one that they hit ends them.
 strangers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -90,6 +91,15 @@ class _Passage:
         self.effective = False
 
 
+@dataclass
+class _Armed:
+    """A fault and the number of hits that came before it was armed."""
+
+    fault: Fault
+    base: int
+    fired: bool = False
+
+
 class Session:
     """Arms a plan: `with Session(plan, roles={"send": "kv-send*"}) as session: ...`.
 
@@ -116,6 +126,7 @@ class Session:
         self.roles = Roles(roles)
         self._declared = sites is not None
         self.sites = dict(sites) if isinstance(sites, Mapping) else sites_module.as_sites(sites or ())
+        self.counts: dict[tuple[str, str], int] = {}
         self.hits: list[Hit] = []
         self.fired: list[Hit] = []
         self.mistakes: list[BaseException] = []
@@ -123,7 +134,8 @@ class Session:
         self._errors_before_fault = 0
         self._strict = strict
         self._lock = threading.Lock()
-        self._counts: dict[tuple[str, str | None], int] = {}
+        self._overall: dict[str, int] = {}
+        self._faults: list[_Armed] = [_Armed(fault, 0) for fault in self.plan.faults]
         self._armed = False
         self._over = threading.Event()
         self._release = threading.Condition(self._lock)
@@ -186,13 +198,27 @@ class Session:
             raise NotFired(f"never fired: {', '.join(fault.token for fault in idle)}. Hits seen: {seen}{more}")
 
     def unfired(self) -> list[Fault]:
-        fired = {hit.fault for hit in self.fired}
-        return [fault for fault in self.plan.faults if fault not in fired]
+        return [armed.fault for armed in self._faults if not armed.fired]
 
     @property
     def visible_errors(self) -> list[str]:
         """The ERROR log records written since the first fault fired."""
         return [str(record) for record in self.evidence.errors[self._errors_before_fault :]] if self.fired else []
+
+    def arm(self, fault: Fault) -> None:
+        """Arm one more fault now; its ordinals count from here. Raises UnknownSite."""
+        known = set(self.sites) if self._declared else {*self.sites, *sites_module.live_sites()}
+        Plan((fault,)).check(known)
+        with self._lock:
+            seen = self._overall.get(fault.site, 0)
+            if fault.role is not None:
+                seen = self.counts.get((fault.site, fault.role), 0)
+            self._faults.append(_Armed(fault, seen))
+
+    def disarm(self, fault: Fault) -> None:
+        """Let a fault strike no more."""
+        with self._lock:
+            self._faults = [armed for armed in self._faults if armed.fault != fault]
 
     # ------------------------------------------------------------------------------------------------------------ sites
 
@@ -224,51 +250,64 @@ class Session:
 
     def pass_site(self, site: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         thread = threading.current_thread()
+        if strangers and thread in strangers:
+            raise Released(f"{thread.name} outlived its case")
         if not self._armed:
-            if thread in strangers:
-                raise Released(f"{thread.name} outlived its case")
             return fn(*args, **kwargs)
         role = self.roles.of(thread)
         with self._lock:
-            number = len(self.hits)
-            hit = self._count(site, role)
-            self.hits.append(hit)
-            if hit.fault is not None:
-                if not self.fired:
-                    self._errors_before_fault = len(self.evidence.errors)
-                self.fired.append(hit)
+            hit, armed = self._count(site, role)
+            number = self._log(hit)
         stack = self._inside.setdefault(thread, [])
         stack.append(site)
         try:
-            return fn(*args, **kwargs) if hit.fault is None else self._strike(hit, number, fn, args, kwargs)
+            return fn(*args, **kwargs) if armed is None else self._strike(hit, armed, number, fn, args, kwargs)
         finally:
             stack.pop()
             if not stack:  # or the thread, and all that it holds, would live as long as the session
                 del self._inside[thread]
 
-    def _count(self, site: str, role: str) -> Hit:
-        counts = self._counts
-        ordinal = counts[site, role] = counts.get((site, role), 0) + 1
-        overall = counts[site, None] = counts.get((site, None), 0) + 1
-        for fault in reversed(self.plan.faults):
-            if fault.site != site or fault.role not in (None, role):
-                continue
-            if fault.when.strikes(overall if fault.role is None else ordinal, f"{site}:{fault.role}"):
-                return Hit(site, role, ordinal, fault)
-        return Hit(site, role, ordinal)
+    def _count(self, site: str, role: str) -> tuple[Hit, _Armed | None]:
+        ordinal = self.counts[site, role] = self.counts.get((site, role), 0) + 1
+        overall = self._overall[site] = self._overall.get(site, 0) + 1
+        for armed in reversed(self._faults):
+            fault = armed.fault
+            if fault.site == site and fault.role in (None, role):
+                number = (overall if fault.role is None else ordinal) - armed.base
+                if fault.when.strikes(number, f"{site}:{fault.role}"):
+                    return Hit(site, role, ordinal, fault), armed
+        return Hit(site, role, ordinal), None
+
+    def _log(self, hit: Hit) -> int:
+        """Where the hit stands in the log; -1 if it is not logged, as a loop that polls would fill the memory."""
+        if hit.fault is not None and not self.fired:
+            self._errors_before_fault = len(self.evidence.errors)
+        if hit.ordinal > LOG_LIMIT and (hit.fault is None or self.fired):
+            return -1
+        if hit.fault is not None:
+            self.fired.append(hit)
+        self.hits.append(hit)
+        return len(self.hits) - 1
 
     def _strike(
-        self, hit: Hit, number: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        hit: Hit,
+        armed: _Armed,
+        number: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        assert hit.fault is not None
         passage = _Passage(self, fn, args, kwargs)
         try:
-            return hit.fault.action.act(passage)
+            return armed.fault.action.act(passage)
         except ActionMismatch as exc:
             self.mistakes.append(ActionMismatch(f"{hit}: {exc}"))
             raise
         finally:
-            if not passage.effective:
+            if passage.effective:
+                armed.fired = True
+            elif number >= 0:
                 with self._lock:
                     self.hits[number] = Hit(hit.site, hit.role, hit.ordinal)
                     self.fired.remove(hit)

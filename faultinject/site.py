@@ -116,18 +116,22 @@ class _Proxy:
         return f"<faultinject {self._fi_prefix!r} around {self._fi_target!r}>"
 
 
-_FORWARDED = """
-    abs add aiter aenter aexit and bool buffer bytes call complex contains delitem divmod enter eq exit float floordiv
-    format ge getitem gt hash iadd index int invert ior isub iter le len lshift lt matmul mod mul ne neg next or pos pow
-    radd reversed rmul round rshift rsub setitem str sub truediv xor
-""".split()
+# Special methods that a proxy has of its own, or that make no sense on one.
+_OWN = frozenset(
+    f"__{name}__"
+    for name in (
+        *("class", "new", "init", "init_subclass", "subclasshook", "class_getitem", "set_name", "get", "set", "delete"),
+        *("getattribute", "getattr", "setattr", "delattr", "dir", "repr", "del"),
+        *("reduce", "reduce_ex", "getstate", "setstate", "getnewargs", "getnewargs_ex"),
+    )
+)
 _classes: weakref.WeakKeyDictionary[type, type[_Proxy]] = weakref.WeakKeyDictionary()
 
 
 def _forward(name: str) -> Callable[..., Any]:
     def special(self: Any, *args: Any, **kwargs: Any) -> Any:
         target = self._fi_target
-        result = getattr(target, name)(*args, **kwargs)
+        result = (self._fi_wrapped.get(name) or getattr(target, name))(*args, **kwargs)
         return self if result is target else result  # `with proxy as p` must not hand out the bare object
 
     return special
@@ -137,10 +141,9 @@ def _proxy_class(cls: type) -> type[_Proxy]:
     """Special methods are looked up on the type, so each wrapped type gets a proxy type with those that it has."""
     made = _classes.get(cls)
     if made is None:
-        names = [f"__{name}__" for name in _FORWARDED]
-        own = {name: _forward(name) for name in names if getattr(cls, name, None) is not getattr(object, name, None)}
-        if "__eq__" in own and getattr(cls, "__hash__", None) is None:
-            own["__hash__"] = None  # type: ignore[assignment]  # unhashable, as what it wraps
+        names = [name for name in dir(cls) if name.startswith("__") and name.endswith("__") and name not in _OWN]
+        special = [name for name in names if callable(getattr(cls, name, None))]
+        own = {name: _forward(name) for name in special if getattr(cls, name) is not getattr(object, name, None)}
         made = _classes[cls] = type(f"{cls.__name__}Proxy", (_Proxy,), {"__slots__": (), **own})
     return made
 

@@ -15,9 +15,9 @@ from faultinject.session import strangers
 
 
 def stacks(threads: Iterable[threading.Thread] | None = None) -> str:
-    """The Python stacks of `threads` (None: of all), the one that asks left out."""
+    """The Python stacks of `threads` (None: of all but the leftovers of earlier cases), the one that asks left out."""
     frames = sys._current_frames()
-    chosen = threading.enumerate() if threads is None else threads
+    chosen = [thread for thread in threading.enumerate() if thread not in strangers] if threads is None else threads
     parts = []
     for thread in sorted(chosen, key=lambda thread: thread.name):
         frame = frames.get(thread.ident or -1)

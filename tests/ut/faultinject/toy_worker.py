@@ -8,8 +8,22 @@ import queue
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
+from typing import Protocol
 
-logger = logging.getLogger("toy")
+logger = logging.getLogger("toy_worker")
+
+
+left_open: list[Closable] = []  # what the bugs leave open; the tests close it, the worker never does
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def open_socket() -> Closable:
+    import zmq
+
+    return zmq.Context.instance().socket(zmq.PAIR)
 
 
 class Store:
@@ -43,7 +57,6 @@ class Worker:
         self.held: list[str] = []
         self.failed = False
         self.closing = threading.Event()
-        self.kept: list[object] = []
         self.thread = threading.Thread(target=self.serve, name="toy-worker-1", daemon=True)
         self.thread.start()
 
@@ -93,9 +106,9 @@ class Worker:
 
     def fail(self, key: str, value: int, done: Future[int], exc: BaseException) -> None:
         if "fd" in self.bugs:
-            self.kept.append(os.pipe())
+            left_open.extend(os.fdopen(end) for end in os.pipe())
         if "zmq" in self.bugs:
-            self.leave_socket()
+            left_open.append(open_socket())
         if "item" in self.bugs:
             self.queue.put(("left", 0, Future()))
         if "ledger" not in self.bugs:
@@ -107,8 +120,3 @@ class Worker:
             return
         logger.error("put of %s failed: %r", key, exc)
         done.set_exception(exc if isinstance(exc, Exception) else RuntimeError(repr(exc)))
-
-    def leave_socket(self) -> None:
-        import zmq
-
-        self.kept.append(zmq.Context.instance().socket(zmq.PAIR))
