@@ -204,8 +204,7 @@ def table(matrix: Matrix) -> list[str]:
         if not row["cells"]:
             lines.append(f"{first}{row['hits']} hits, no injection")
         for action, cell in row["cells"].items():
-            lines.append(
-                f"{first}{action:<{wide}}  {cell['ordinals']:>3} {'ordinals' if cell['ordinals'] != 1 else 'ordinal '}  {cell_text(cell)}"
-            )
+            ordinals = f"{cell['ordinals']:>3} ordinal{'s' if cell['ordinals'] != 1 else ' '}"
+            lines.append(f"{first}{action:<{wide}}  {ordinals}  {cell_text(cell)}")
             first = " " * (width + 2)
     return lines
