@@ -72,9 +72,10 @@ class Backend(ABC):
         raise NotImplementedError(f"{self.engine} has no global addresses")
 
     def batch_copy(
-        self, gvas: Sequence[int], addrs: Sequence[int], sizes: Sequence[int], direction: int, fence: Fence
+        self, gvas: Addresses, addrs: Addresses, sizes: Addresses, direction: int, fence: Fence
     ) -> int:
-        """Copy all ranges, direction 0 local to global, 1 global to local; one code for the whole batch."""
+        """Copy all ranges (flat arrays of one length), direction 0 local to global, 1 global to local; one code for the
+        whole batch."""
         raise NotImplementedError(f"{self.engine} has no global addresses")
 
     def batch_write_finish(self, keys: Sequence[str], results: Sequence[int]) -> Sequence[int]:

@@ -86,7 +86,7 @@ class GvaClient:
         codes: list[int] = []
 
         def call() -> list[Any]:
-            code = self._backend.batch_copy(gvas.tolist(), addrs.tolist(), sizes.tolist(), direction, fence)
+            code = self._backend.batch_copy(gvas, addrs, sizes, direction, fence)
             return [code]
 
         def convert(raw: Any) -> Status:

@@ -197,7 +197,7 @@ class LocalBackend(Backend):
         return answer.tolist()
 
     def batch_copy(
-        self, gvas: Sequence[int], addrs: Sequence[int], sizes: Sequence[int], direction: int, fence: Fence
+        self, gvas: Addresses, addrs: Addresses, sizes: Addresses, direction: int, fence: Fence
     ) -> int:
         """Checked before anything is copied. What is published is never written again: ranges that save into it are
         left out, as a put of an existing key is. REFUSED to read from what isn't published."""
