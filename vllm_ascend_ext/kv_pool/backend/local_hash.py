@@ -15,6 +15,7 @@ Digests = npt.NDArray[np.uint64]
 Buckets = npt.NDArray[np.int32]
 
 _TOMBSTONE = -1
+_WINDOW = np.arange(8)
 
 
 def buckets_for(keys: int) -> int:
@@ -28,6 +29,7 @@ class HashIndex:
     def __init__(self, buckets: Buckets, digests: Digests, shape: Ints) -> None:
         self._buckets = buckets
         self._digests = digests
+        self._names = _whole(digests)
         self._shape = shape
 
     def find(self, digests: Digests) -> Ints:
@@ -51,6 +53,8 @@ class HashIndex:
 
     def delete(self, slots: Ints) -> None:
         """Take slots out; those that aren't in are left alone."""
+        if not len(slots):
+            return
         found, places = self._probe(self._digests[slots])
         self._buckets[places[found == slots]] = _TOMBSTONE
 
@@ -66,15 +70,23 @@ class HashIndex:
         return home
 
     def _probe(self, digests: Digests) -> tuple[Ints, Ints]:
-        """(slots, buckets) of the digests, -1 where they are missing."""
+        """(slots, buckets) of the digests, -1 where they are missing. Looks at a window of buckets per key at a time."""
         slots, places = np.full((2, len(digests)), -1, np.int64)
-        pending, place = np.arange(len(digests)), self._home(digests)
+        pending, place, wanted = np.arange(len(digests)), self._home(digests), _whole(digests)
         while len(pending):
-            entry = self._buckets[place]
-            row = np.maximum(entry - 1, 0)
-            hit = (entry > 0) & (self._digests[row] == digests[pending]).all(axis=1)
-            slots[pending[hit]] = row[hit]
-            places[pending[hit]] = place[hit]
-            on = ~hit & (entry != 0)
-            pending, place = pending[on], (place[on] + 1) & int(self._shape[0] - 1)
+            window = (place[:, None] + _WINDOW) & int(self._shape[0] - 1)
+            entry = self._buckets[window]
+            row = np.maximum(entry, 1) - 1
+            hit = np.flatnonzero((self._names[row] == wanted[:, None]) & (entry > 0))
+            who = hit // len(_WINDOW)
+            slots[pending[who]] = row.ravel()[hit]
+            places[pending[who]] = window.ravel()[hit]
+            on = (entry != 0).all(axis=1)
+            on[who] = False
+            pending, place, wanted = pending[on], place[on] + len(_WINDOW), wanted[on]
         return slots, places
+
+
+def _whole(digests: Digests) -> npt.NDArray[np.void]:
+    """One 16-byte item per digest: numpy compares these far faster than pairs."""
+    return np.ascontiguousarray(digests).view("V16").ravel()

@@ -34,9 +34,12 @@ class Keys:
 
     def first_of_each(self) -> tuple[Ints, Ints]:
         """(rows where a key comes up for the first time; for each row which of those it equals)."""
+        everyone = np.arange(len(self.names))
+        if len(set(self.names)) == len(self.names):
+            return everyone, everyone
         places: dict[bytes, int] = {}
         twin = np.array([places.setdefault(name, len(places)) for name in self.names], np.int64)
-        return np.unique(twin, return_index=True)[1] if len(places) < len(twin) else np.arange(len(twin)), twin
+        return np.unique(twin, return_index=True)[1], twin
 
     def turns(self) -> Iterator[Ints]:
         """All rows, in as few groups of distinct keys as there are; each key's rows in their order."""

@@ -310,6 +310,8 @@ class Table:
 
     def drop(self, slots: Ints) -> None:
         """Forget values and unfinished writes; their room is free once nobody copies any more."""
+        if not len(slots):
+            return
         self._index.delete(slots)
         self.state[slots] = DYING
         self.bury(slots)
