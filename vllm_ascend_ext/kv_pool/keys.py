@@ -7,9 +7,10 @@ Formats (compatible with vllm-ascend's ascend_store of August 2026):
 * GVA key ``{model}@{hash}@{r}``, with several groups ``{model}@{group}@{hash}@{r}``; a partial last block
   ``{model}@partial@{req}@{group}@{block}@{end_token}@{r}``
 
-By default ``model`` carries a fingerprint of everything that changes the bytes, and the GVA and layer keys name the
-pipeline and context-parallel ranks; ``key_compat: vllm-ascend`` gives the plain forms, and leaves those ranks out only
-where there is a single one (there, vllm-ascend's keys of different shards collide).
+By default ``model`` carries a fingerprint of everything that changes the bytes, the block keys say in how many parts
+pipeline and context parallelism split a block (``@of:{pp}x{pcp}x{dcp}``, if they do), and the GVA and layer keys name
+those ranks; ``key_compat: vllm-ascend`` gives the plain forms, and leaves those ranks out only where there is a single
+one (there, vllm-ascend's keys of different shards collide).
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from vllm_ascend_ext.kv_pool.errors import ConfigError
+
 LAYOUT_VERSION = 1
 """Raised whenever the bytes of a value change their meaning or order."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the parallel dimensions, this rank's place in each, and how many ranks share a KV head."""
+    """Sizes of the parallel dimensions, this rank's place in each, and the model's KV heads (with MLA: 1).
+
+    ConfigError for a size below 1, a rank that its size doesn't have, and heads that the ranks can't share evenly.
+    """
 
     tp_size: int = 1
     tp_rank: int = 0
@@ -36,6 +42,20 @@ class Topology:
     dcp_size: int = 1
     dcp_rank: int = 0
     num_kv_heads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1:
+            raise ConfigError(f"num_kv_heads={self.num_kv_heads}: must be at least 1")
+        for name in ("tp", "pp", "pcp", "dcp"):
+            size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
+            if size < 1:
+                raise ConfigError(f"{name}_size={size}: must be at least 1")
+            if not 0 <= rank < size:
+                raise ConfigError(f"{name}_rank={rank}: allowed are 0..{size - 1}")
+        if self.num_kv_heads < self.tp_size and self.tp_size % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads={self.num_kv_heads}: must divide tp_size={self.tp_size}, or not be below it"
+            )
 
     @property
     def put_step(self) -> int:
@@ -102,7 +122,9 @@ class KeyScheme:
 
     def block_prefix(self, rank: Topology, group: int) -> str:
         """What stands before the hash in the key of a whole block."""
-        return f"{self._shard(rank)}@pp_rank:{rank.pp_rank}{self._group(group)}@"
+        sizes = (rank.pp_size, rank.pcp_size, rank.dcp_size)
+        split = "" if self.plain or sizes == (1, 1, 1) else f"@of:{sizes[0]}x{sizes[1]}x{sizes[2]}"
+        return f"{self._shard(rank)}@pp_rank:{rank.pp_rank}{split}{self._group(group)}@"
 
     def layer_prefix(self, rank: Topology, group: int, layer: int) -> str:
         """What stands before the hash in the key of one layer of a block."""
