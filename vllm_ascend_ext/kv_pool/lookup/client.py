@@ -160,11 +160,12 @@ class LookupKeyClient:
         return hit
 
     def _ask(self, frames: list[bytes], deadline: Deadline) -> list[bytes]:
-        if self._channel is not None and self._channel.lost():  # the server went away since the last question
-            self._drop_channel()
-        if self._channel is None:
-            assert self._context is not None
-            self._channel = _Channel(self._context, self.path, self._wake_read)
+        if self._channel is not None and not self._channel.lost():
+            with suppress(Unreachable):  # it may have broken only now, and a new server be there
+                return self._channel.exchange(frames, deadline)
+        self._drop_channel()
+        assert self._context is not None
+        self._channel = _Channel(self._context, self.path, self._wake_read)
         return self._channel.exchange(frames, deadline)
 
     def _begin_backoff(self, name: str, whom: tuple[str], cause: BaseException) -> None:

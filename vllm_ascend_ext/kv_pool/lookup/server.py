@@ -120,12 +120,11 @@ class LookupKeyServer:
         deadline = Deadline.after(timeout_s, self._clock)
         self._closing = True
         self._wake.set()
-        thread = self._thread
-        if thread is not None:
-            thread.join(deadline.remaining())
-        stuck = self._lanes.close(deadline.remaining())
-        if thread is not None and thread.is_alive():
-            return [*stuck, f"the look-up server's thread at {self.path}"]
+        stuck = self._lanes.close(deadline.remaining())  # meanwhile the server's thread ends too
+        if self._thread is not None:
+            self._thread.join(deadline.remaining())
+            if self._thread.is_alive():
+                return [*stuck, f"the look-up server's thread at {self.path}"]
         self._wake.close()
         return stuck
 
@@ -136,7 +135,7 @@ class LookupKeyServer:
             poller = select.poll()
             poller.register(self._router.FD, select.POLLIN)
             poller.register(self._wake.descriptor, select.POLLIN)
-            while not self._closing:
+            while not self._stopped():
                 self._expire()
                 message = self._receive()
                 if message is not None:
@@ -155,6 +154,12 @@ class LookupKeyServer:
                 endpoint.release()
                 context.destroy(linger=_FLUSH_MS)
 
+    def _stopped(self) -> bool:
+        self._wake.clear()  # first: what is set from now on is seen below, or wakes the poll
+        if self._fatal is not None:
+            raise self._fatal
+        return self._closing
+
     @property
     def _router(self) -> zmq.Socket[bytes]:
         assert self._socket is not None
@@ -168,9 +173,6 @@ class LookupKeyServer:
 
     def _receive(self) -> list[bytes] | None:
         """The next message, or None: then the socket's descriptor will tell of the next one, or ``_wake`` will."""
-        self._wake.clear()
-        if self._fatal is not None:
-            raise self._fatal
         with self._lock:
             return self._router.recv_multipart(zmq.NOBLOCK) if _readable(self._router) else None
 
@@ -183,23 +185,23 @@ class LookupKeyServer:
         try:
             request = decode_request(message[cut:], self.limits)
         except WireError as error:
-            self._fail(ticket, "lookup_bad_requests", error)
+            self._settle(ticket, 0, "lookup_bad_requests", error)
             return
         if not request.hashes or request.token_len == 0:
-            self._succeed(ticket, 0)
+            self._settle(ticket)
             return
         handle = partial(self._handle, ticket, request)
         try:
             question.call = self._lanes.submit("look-up handler", handle, question.deadline)
         except (NotRunning, RuntimeError) as error:  # too many are stuck, or no thread is to be had
-            self._fail(ticket, "lookup_handler_refused", error)
+            self._settle(ticket, 0, "lookup_handler_refused", error)
 
     def _expire(self) -> None:
         with self._lock:
             overdue = [(ticket, question) for ticket, question in self._open.items() if question.deadline.expired]
         for ticket, question in overdue:
             cause = DeadlineExceeded(f"the look-up handler was not done within {self.handler_timeout_s} s")
-            if self._fail(ticket, "lookup_handler_timeouts", cause) and question.call is not None:
+            if self._settle(ticket, 0, "lookup_handler_timeouts", cause) and question.call is not None:
                 self._lanes.give_up(question.call, cause)
 
     # -- a lane's thread --------------------------------------------------------------------------------------------
@@ -209,35 +211,29 @@ class LookupKeyServer:
             try:
                 hit = _checked(self._handler(request), request.token_len)
             except BadAnswer as error:
-                self._fail(ticket, "lookup_handler_bad_results", error)
+                self._settle(ticket, 0, "lookup_handler_bad_results", error)
             except BaseException as error:  # also one that is meant to end the thread: it is the handler's, not ours
-                self._fail(ticket, "lookup_handler_errors", error)
+                self._settle(ticket, 0, "lookup_handler_errors", error)
             else:
-                self._succeed(ticket, hit)
+                self._settle(ticket, hit)
         except BaseException as cause:
             self._stop_with(cause)
 
     # -- either thread ----------------------------------------------------------------------------------------------
 
-    def _succeed(self, ticket: int, hit: int) -> None:
-        if self._answer(ticket, hit):
-            self._stats.count("lookup_served")
-            self._faults.over(f"the look-up server at {self.path}")
-
-    def _fail(self, ticket: int, name: str, cause: BaseException) -> bool:
-        """Answer with 0 and make the fault seen; False, and nothing is done, if that question has been answered."""
-        answered = self._answer(ticket, 0)
-        if answered:
-            self._faults.fault(name, self.path, cause=cause)
-        return answered
-
-    def _answer(self, ticket: int, hit: int) -> bool:
+    def _settle(self, ticket: int, hit: int = 0, fault: str = "", cause: BaseException | None = None) -> bool:
+        """Count, and answer, one question; False, and nothing is done, if it has been answered before."""
         with self._lock:
             question = self._open.pop(ticket, None)
             if question is None:
-                return False  # came after its deadline
+                return False
+            if cause is None:
+                self._stats.count("lookup_served")
+                self._faults.over(f"the look-up server at {self.path}")
+            else:
+                self._faults.fault(fault, self.path, cause=cause)
             self._send(question, hit)
-            if _readable(self._router):  # sending may have eaten the signal of the descriptor
+            if _readable(self._router):  # sending may have eaten the descriptor's signal
                 self._wake.set()
             return True
 

@@ -27,8 +27,8 @@ from vllm_ascend_ext.kv_pool.observe import Stats
 if TYPE_CHECKING:
     from conftest import DrivenClock
 
-TIMEOUT = 0.2
-"""A deadline that a test waits out."""
+TIMEOUT = 0.1
+"""A deadline that a test waits out. No answer is expected within it: a busy machine may need longer."""
 PATIENCE = 60.0
 """A deadline that no test waits out: what ends earlier has not waited for it."""
 BACKOFF = 5.0
@@ -141,10 +141,10 @@ def test_a_silent_server_costs_one_deadline_per_back_off_and_one_error_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with FakeLookupServer(path, silent()) as server:
-        for period in (1, 2, 3):
+        for _ in range(3):
             assert [client.lookup(256, hashes) for _ in range(50)] == [0] * 50
-            assert len(server.wait_for_requests(period)) == period
             clock.time += BACKOFF
+        assert len(server.requests) <= 3
     assert stats.snapshot() == {"lookup_timeouts": 3, "lookup_skipped": 147}
     assert len(error_lines(caplog)) == 1
 
@@ -152,37 +152,54 @@ def test_a_silent_server_costs_one_deadline_per_back_off_and_one_error_line(
 def test_the_end_of_an_outage_is_told_and_the_next_outage_is_a_new_line(
     path: str, client: LookupKeyClient, hashes: list[bytes], clock: DrivenClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with FakeLookupServer(path, script(silent(), silent(), answer(64), silent(), then=answer(32))):
-        hits = []
-        for _ in range(5):
-            hits.append(client.lookup(256, hashes))
-            clock.time += BACKOFF
-    assert hits == [0, 0, 64, 0, 32]
+    def outage() -> None:
+        client.timeout_s = TIMEOUT
+        with FakeLookupServer(path, silent()):
+            for _ in range(2):
+                assert client.lookup(256, hashes) == 0
+                clock.time += BACKOFF
+
+    def recovery() -> None:
+        client.timeout_s = PATIENCE
+        with FakeLookupServer(path, answer(64)):
+            assert client.lookup(256, hashes) == 64
+
+    outage()
+    recovery()
+    outage()
+    recovery()
     assert len(error_lines(caplog)) == 2
-    assert any("works again after: lookup_timeouts 2" in record.getMessage() for record in caplog.records)
+    told = [record.getMessage() for record in caplog.records if "works again" in record.getMessage()]
+    assert told == [f"look-up at {path} works again after: lookup_timeouts 2"] * 2
+
+
+def ask_in_vain(client: LookupKeyClient, server: FakeLookupServer, clock: DrivenClock, received: int) -> None:
+    """Until the server has ``received`` questions, none of which it answers."""
+    while len(server.requests) < received:
+        assert client.lookup(256, [b"\xab"]) == 0
+        clock.time += BACKOFF
 
 
 def test_the_answer_to_a_question_that_timed_out_is_never_the_answer_to_a_later_one(
     path: str, client: LookupKeyClient, stats: Stats, hashes: list[bytes], clock: DrivenClock
 ) -> None:  # A29
     with FakeLookupServer(path, script(held(answer(64)), then=answer(128))) as server:
-        assert client.lookup(256, hashes) == 0
+        ask_in_vain(client, server, clock, 1)
         server.release()
-        clock.time += BACKOFF
+        client.timeout_s = PATIENCE
         assert client.lookup(256, hashes) == 128
         assert client.lookup(256, hashes) == 128
-    assert stats.snapshot() == {"lookup_timeouts": 1, "lookup_ok": 2}
+    assert failures(stats).keys() == {"lookup_timeouts"}
+    assert stats.get("lookup_ok") == 2
 
 
-def test_a_late_answer_that_comes_between_two_questions_is_not_taken_either(
+def test_late_answers_that_come_with_no_question_open_are_not_taken_either(
     path: str, client: LookupKeyClient, hashes: list[bytes], clock: DrivenClock
 ) -> None:
     with FakeLookupServer(path, script(held(answer(64)), held(answer(96)), then=answer(128))) as server:
-        assert client.lookup(256, hashes) == 0
-        clock.time += BACKOFF
-        assert client.lookup(256, hashes) == 0
-        server.release()  # both at once, with no question open
-        clock.time += BACKOFF
+        ask_in_vain(client, server, clock, 2)
+        server.release()
+        client.timeout_s = PATIENCE
         assert client.lookup(256, hashes) == 128
 
 
@@ -198,10 +215,11 @@ def test_a_peer_that_drips_is_not_waited_for_byte_by_byte(
     path: str, client: LookupKeyClient, stats: Stats, hashes: list[bytes], clock: DrivenClock, part: str
 ) -> None:
     with DrippingServer(path, part, pause_s=TIMEOUT / 4) as server:  # type: ignore[arg-type]
-        assert client.lookup(256, hashes) == 0
-        assert server.dripped.wait(PATIENCE)
-    assert stats.snapshot() == {"lookup_timeouts": 1}
-    clock.time += BACKOFF
+        while not server.dripped.is_set():
+            assert client.lookup(256, hashes) == 0
+            clock.time += BACKOFF
+    assert stats.snapshot().keys() == {"lookup_timeouts"}
+    client.timeout_s = PATIENCE
     with FakeLookupServer(path, answer(64)):
         assert client.lookup(256, hashes) == 64
 
@@ -446,9 +464,11 @@ async def test_the_client_beside_an_asyncio_server(
     path: str, client: LookupKeyClient, hashes: list[bytes], clock: DrivenClock
 ) -> None:
     async with AsyncFakeLookupServer(path, script(held(answer(64)), then=answer(128))) as server:
-        assert await asyncio.to_thread(client.lookup, 256, hashes) == 0
+        while not server.requests:
+            assert await asyncio.to_thread(client.lookup, 256, hashes) == 0
+            clock.time += BACKOFF
         await server.release()
-        clock.time += BACKOFF
+        client.timeout_s = PATIENCE
         assert await asyncio.to_thread(client.lookup, 256, hashes) == 128
         assert len(await server.received(2)) == 2
     await asyncio.get_running_loop().shutdown_default_executor()
