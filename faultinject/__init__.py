@@ -41,6 +41,7 @@ from faultinject.fault import (
     Truncate,
 )
 from faultinject.judge import OUTCOMES, Verdict
+from faultinject.lines import LineSite
 from faultinject.matrix import Matrix
 from faultinject.plan import Plan, Token
 from faultinject.scenario import Scenario, scenario
@@ -69,6 +70,7 @@ __all__ = [
     "Hit",
     "Injection",
     "Kill",
+    "LineSite",
     "Matrix",
     "Mutate",
     "NestedSession",

@@ -21,6 +21,7 @@ from faultinject.session import Session
 
 T = TypeVar("T")
 FLOW = "faultinject-flow"
+_AFTER_HANG = 0.3  # seconds
 
 
 class Run:
@@ -44,6 +45,10 @@ class Run:
     def patch(self, target: Any, attr: str, *, site: str | None = None) -> None:
         """Make an attribute of a class, module or instance pass a site, until the case is over."""
         self.session.patch(target, attr, site=site)
+
+    def lines(self, function: Callable[..., Any], *, site: str | None = None) -> None:
+        """Make every line of a Python function that this thread or a later one runs a hit of `QUALNAME.lines`."""
+        self.session.lines(function, site=site)
 
     def ledger(self, name: str, read: Callable[[], Any]) -> None:
         """A count (an int, a mapping of counts, or a collection) that must end as it is now."""
@@ -139,21 +144,26 @@ class _Case:
         if not self.body_done.is_set():
             self._hang(f"the flow did not end within {scenario.deadline} s", [*self.leaks.new_threads()])
             self._end()
-            cleaner = watchdog.run_bounded("faultinject-cleanup", self._clean_up, time.monotonic() + scenario.grace)
+            cleaner = watchdog.run_bounded("faultinject-cleanup", self._clean_up, time.monotonic() + self.grace)
             self.ours.update({cleaner} if cleaner else ())
-        end = time.monotonic() + scenario.grace
+        end = time.monotonic() + self.grace
         if not join(self.flow, end - time.monotonic()) and not self.seen.hang:
             self._hang(f"a cleanup did not end within {scenario.grace} s", [self.flow])
         self._look_for_threads(end)
-        self._collect(0.0 if self.seen.hang else scenario.grace)
+        self._collect()
         watchdog.give_up([thread for thread in self.ours if thread.is_alive()])
+
+    @property
+    def grace(self) -> float:
+        """After a hang little is worth waiting for: what it can still free is freed at once."""
+        return min(self.scenario.grace, _AFTER_HANG) if self.seen.hang else self.scenario.grace
 
     def _hang(self, reason: str, threads: list[threading.Thread]) -> None:
         self.seen.hang = reason
         self.seen.stacks = watchdog.stacks(threads)
         names = ", ".join(hit.site for hit in self.session.fired) or "nothing"
-        print(f"faultinject: {self.scenario.name}: {reason} (injected: {names}). All stacks:", file=sys.stderr)
-        print(watchdog.stacks(), file=sys.stderr)
+        print(f"faultinject: {self.scenario.name}: {reason} (injected: {names})", file=sys.stderr)
+        print(watchdog.fresh_stacks(), file=sys.stderr)
 
     def _look_for_threads(self, end: float) -> None:
         """A thread that somebody waited for, or that is inside a site, is stuck; any other one is left over."""
@@ -168,11 +178,11 @@ class _Case:
         self.seen.leaks += [f"threads: {thread.name} is still alive" for thread in alive if thread not in stuck]
         self.ours.update(alive)
 
-    def _collect(self, grace: float) -> None:
+    def _collect(self) -> None:
         session, seen = self.session, self.seen
         if seen.error is not None:
             seen.error_text = _take_text(seen.error)
-        seen.leaks += [str(leak) for leak in self.leaks.wait_clean(time.monotonic() + grace)]
+        seen.leaks += [str(leak) for leak in self.leaks.wait_clean(time.monotonic() + self.grace)]
         seen.leaks += self.cleanup_errors
         seen.seen = list(self.run._seen)
         if not session.plan.faults:

@@ -11,11 +11,12 @@ from typing import Any
 
 from faultinject.case import run_case
 from faultinject.errors import BaselineNotClean, NotFired
-from faultinject.fault import Action, Fault, From, Nth
+from faultinject.fault import Fault, From, Nth
 from faultinject.judge import Observation, Verdict, judge
 from faultinject.plan import Plan
 from faultinject.scenario import Scenario
 from faultinject.session import Hit
+from faultinject.site import Site
 from faultinject.waiver import Waiver
 
 
@@ -141,7 +142,7 @@ class _Explorer:
         queue = deque(point for point in start if only is None or point.site in only)
         while queue:
             point = queue.popleft()
-            for fault in _faults(point, self.scenario.sites[point.site].actions):
+            for fault in _faults(point, self.scenario.sites[point.site]):
                 if self.out_of_budget(f"{len(queue)} hits not visited"):
                     return
                 plan = Plan((*point.opened_by, fault))
@@ -216,11 +217,12 @@ def _planned(fault: Fault, hit: Hit) -> bool:
     return (hit.site, hit.role, hit.ordinal) == (fault.site, fault.role, getattr(fault.when, "n", None))
 
 
-def _faults(point: _Point, actions: Iterable[Action]) -> Iterator[Fault]:
-    for action in actions:
+def _faults(point: _Point, site: Site) -> Iterator[Fault]:
+    for action in site.actions:
         if not action.roles or point.role in action.roles:
             yield Fault(point.site, action, Nth(point.ordinal), point.role)
-            yield Fault(point.site, action, From(point.ordinal), point.role)
+            if site.persistent:
+                yield Fault(point.site, action, From(point.ordinal), point.role)
 
 
 def _equal(one: object, other: object) -> bool:

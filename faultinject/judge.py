@@ -84,7 +84,7 @@ def judge(seen: Observation, laws: Laws, *, benign: bool = False, same_result: b
         what = "the result differs from the baseline's" if benign else "no ERROR log record, no saw(), no exception"
         problems.append(("swallowed", f"the fault fired, and nothing shows it: {what}{_deaths(seen.deaths)}"))
     (outcome, reason), *rest = problems
-    details = [f"also {name}: {text}" for name, text in rest]
+    details = [f"also {name}: {text}" for name, text in rest] + [f"a thread died: {death}" for death in seen.deaths]
     details += [part for part in (seen.error_text, seen.stacks) if part]
     return Verdict(outcome, reason, "\n".join(details))
 

@@ -227,9 +227,11 @@ def _failure(found: Exploration) -> str:
         lines.append(f"incomplete: {found.incomplete}")
     lines += [str(injection) for injection in found.broken]
     lines.append("replay one with: pytest --fault-replay TOKEN")
-    shown = [injection for injection in found.broken if injection.verdict.details][:3]
-    for injection in shown:
-        lines += ["", f"== {injection.token}", injection.verdict.details]
+    details: dict[str, str] = {}  # the first injection of each kind
+    for injection in found.broken:
+        details.setdefault(injection.verdict.details, injection.token)
+    for detail, token in [pair for pair in details.items() if pair[0]][:3]:
+        lines += ["", f"== {token}", detail]
     return "\n".join(lines)
 
 

@@ -7,13 +7,14 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from faultinject import site as sites_module
-from faultinject.errors import ActionMismatch, NotFired, Released, UnknownSite
+from faultinject.errors import ActionMismatch, FaultInjectError, NotFired, Released, UnknownSite
 from faultinject.evidence import Evidence
 from faultinject.fault import Fault, slug
+from faultinject.lines import Lines
 from faultinject.plan import Plan
 from faultinject.site import Patch, Site
 
@@ -59,16 +60,21 @@ class Roles:
 
 @dataclass(frozen=True)
 class Hit:
-    """One passage through a site: the nth of this site in this role, and the fault that struck there, if any."""
+    """One passage through a site: the nth of this site in this role, and the fault that struck there, if any.
+
+    `where` is the source line (`file.py:12`) of a hit of a line site.
+    """
 
     site: str
     role: str
     ordinal: int
     fault: Fault | None = None
+    where: str = ""
 
     def __str__(self) -> str:
+        where = f" at {self.where}" if self.where else ""
         struck = f" <- {self.fault.action.name}" if self.fault else ""
-        return f"{self.site}:{self.role}:{self.ordinal}{struck}"
+        return f"{self.site}:{self.role}:{self.ordinal}{where}{struck}"
 
 
 class _Passage:
@@ -142,7 +148,8 @@ class Session:
         self._generation = 0
         self._blocked = 0
         self._inside: dict[threading.Thread, list[str]] = {}
-        self._patches: list[Patch] = []
+        self._patches: list[Patch | Lines] = []
+        self._lines: Lines | None = None
 
     # ------------------------------------------------------------------------------------------------------- life cycle
 
@@ -239,6 +246,17 @@ class Session:
         self._patches.append(made)
         self._admit(made._fi_sites[0])
 
+    def lines(self, function: Callable[..., Any], *, site: str | None = None) -> None:
+        """Make every line of a Python function that this thread or a later one runs a hit of `QUALNAME.lines`."""
+        name = site or f"{function.__qualname__.rpartition('<locals>.')[2]}.lines"
+        self._admit(name)
+        if self._declared and self.sites[name].persistent:
+            raise FaultInjectError(f"site {name!r}: faults at lines can't persist, declare it with LineSite")
+        if self._lines is None:
+            self._lines = Lines(self)
+            self._patches.append(self._lines)
+        self._lines.add(function, name)
+
     def _admit(self, name: str) -> None:
         if name in self.sites:
             return
@@ -248,7 +266,9 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------------- hits
 
-    def pass_site(self, site: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_site(
+        self, site: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], where: str = ""
+    ) -> Any:
         thread = threading.current_thread()
         if strangers and thread in strangers:
             raise Released(f"{thread.name} outlived its case")
@@ -256,7 +276,7 @@ class Session:
             return fn(*args, **kwargs)
         role = self.roles.of(thread)
         with self._lock:
-            hit, armed = self._count(site, role)
+            hit, armed = self._count(site, role, where)
             number = self._log(hit)
         stack = self._inside.setdefault(thread, [])
         stack.append(site)
@@ -267,7 +287,7 @@ class Session:
             if not stack:  # or the thread, and all that it holds, would live as long as the session
                 del self._inside[thread]
 
-    def _count(self, site: str, role: str) -> tuple[Hit, _Armed | None]:
+    def _count(self, site: str, role: str, where: str) -> tuple[Hit, _Armed | None]:
         ordinal = self.counts[site, role] = self.counts.get((site, role), 0) + 1
         overall = self._overall[site] = self._overall.get(site, 0) + 1
         for armed in reversed(self._faults):
@@ -275,8 +295,8 @@ class Session:
             if fault.site == site and fault.role in (None, role):
                 number = (overall if fault.role is None else ordinal) - armed.base
                 if fault.when.strikes(number, f"{site}:{fault.role}"):
-                    return Hit(site, role, ordinal, fault), armed
-        return Hit(site, role, ordinal), None
+                    return Hit(site, role, ordinal, fault, where), armed
+        return Hit(site, role, ordinal, None, where), None
 
     def _log(self, hit: Hit) -> int:
         """Where the hit stands in the log; -1 if it is not logged, as a loop that polls would fill the memory."""
@@ -309,7 +329,7 @@ class Session:
                 armed.fired = True
             elif number >= 0:
                 with self._lock:
-                    self.hits[number] = Hit(hit.site, hit.role, hit.ordinal)
+                    self.hits[number] = replace(hit, fault=None)
                     self.fired.remove(hit)
 
     def inside(self, thread: threading.Thread) -> str | None:

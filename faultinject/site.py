@@ -20,11 +20,17 @@ _NAME = re.compile(r"[A-Za-z_<][\w.\-/<>]*")
 
 @dataclass(frozen=True)
 class Site:
-    """A named place, the actions that make sense there, and how many ordinals to visit (None: as the scenario says)."""
+    """A named place where a fault can enter.
+
+    actions       what can go wrong there
+    max_ordinals  how many ordinals an exploration visits per role (None: as the scenario says)
+    persistent    whether faults that stay are explored, besides transient ones
+    """
 
     name: str
     actions: tuple[Action, ...] = DEFAULT_ACTIONS
     max_ordinals: int | None = None
+    persistent: bool = True
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -38,7 +44,10 @@ class Site:
 class Gate(Protocol):
     """Whoever decides what happens at a hit: an armed session."""
 
-    def pass_site(self, site: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def pass_site(
+        self, site: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], where: str = ""
+    ) -> Any:
+        """Count a hit of `site`, and make the call or let a fault strike. `where`: the source line, if it is known."""
 
 
 _armed: Gate | None = None

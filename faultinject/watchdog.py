@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterable
 
 from faultinject.errors import Released
 from faultinject.evidence import join
 from faultinject.session import strangers
+
+_PACKAGE = os.path.dirname(__file__)
+_STARTERS = {threading.__file__, *(os.path.join(_PACKAGE, name) for name in ("case.py", "pytest_plugin.py"))}
 
 
 def stacks(threads: Iterable[threading.Thread] | None = None) -> str:
@@ -24,8 +29,25 @@ def stacks(threads: Iterable[threading.Thread] | None = None) -> str:
         if frame is None or thread is threading.current_thread():
             continue
         daemon = " daemon" if thread.daemon else ""
-        parts.append(f"--- {thread.name}{daemon}\n" + "".join(traceback.format_stack(frame)))
+        parts.append(f"--- {thread.name}{daemon}\n" + "".join(traceback.format_list(_own_frames(frame))))
     return "\n".join(parts)
+
+
+_printed = ""
+
+
+def fresh_stacks() -> str:
+    """The stacks of all threads, or a word if they are those of the last time: one bug often hangs at every hit."""
+    global _printed
+    last, _printed = _printed, stacks()
+    return "All stacks: as before" if _printed == last else f"All stacks:\n{_printed}"
+
+
+def _own_frames(frame: types.FrameType) -> list[traceback.FrameSummary]:
+    """The stack without how every thread starts, and without what stands between a scenario and its body."""
+    frames = traceback.extract_stack(frame)
+    start = next((n for n, entry in enumerate(frames) if entry.filename not in _STARTERS), 0)
+    return frames[start:]
 
 
 def run_bounded(name: str, work: Callable[[], None], end: float) -> threading.Thread | None:

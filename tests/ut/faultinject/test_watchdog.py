@@ -44,7 +44,7 @@ def test_the_stacks_of_all_threads_are_printed(capfd: pytest.CaptureFixture[str]
     seen = run_case(declare(waits_for_something), FAULT)
     printed = capfd.readouterr().err
     assert seen.hang == "the flow did not end within 0.3 s"
-    assert "faultinject: case: the flow did not end within 0.3 s" in printed
+    assert "faultinject: case: the flow did not end within 0.3 s (injected: nothing)\nAll stacks:\n" in printed
     assert "--- faultinject-flow daemon" in printed
     assert "in waits_for_something" in printed
     assert "in waits_for_something" in seen.stacks
