@@ -26,7 +26,8 @@ def block_with(text: str) -> str:
 
 @pytest.fixture
 def broken(pytester: pytest.Pytester) -> str:
-    pytester.makeini("[pytest]\nfilterwarnings = error\nasyncio_default_fixture_loop_scope = function\n")
+    others = "-p no:hypothesispytest -p no:asyncio -p no:timeout"  # each run would load them anew
+    pytester.makeini(f"[pytest]\naddopts = {others}\nfilterwarnings = error\n")
     pytester.makepyfile(test_worker=code("test_worker.py"))
     return code("worker.py")
 

@@ -59,10 +59,8 @@ def test_save(run):
 
 @pytest.fixture(autouse=True)
 def _setting(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytester.makeini(
-        "[pytest]\naddopts = --strict-markers --strict-config\nfilterwarnings = error\n"
-        "asyncio_mode = strict\nasyncio_default_fixture_loop_scope = function\n"
-    )
+    others = "-p no:hypothesispytest -p no:asyncio -p no:timeout"  # each run would load them anew
+    pytester.makeini(f"[pytest]\naddopts = --strict-markers --strict-config {others}\nfilterwarnings = error\n")
     pytester.syspathinsert(Path(__file__).parent)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
