@@ -63,6 +63,12 @@ class Topology:
         return self.tp_size // self.num_kv_heads if self.num_kv_heads < self.tp_size else 1
 
     @property
+    def replicas(self) -> int:
+        """How many ranks hold the same bytes: of those with the same KV heads, neighbours are different DCP ranks."""
+        step, rest = divmod(self.put_step, self.dcp_size)
+        return 1 if rest else step
+
+    @property
     def head_rank(self) -> int:
         return self.tp_rank // self.put_step
 

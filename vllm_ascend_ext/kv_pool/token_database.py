@@ -20,8 +20,8 @@ class ChunkedTokenDatabase:
         self._scales = [group.block_size // setup.hash_unit for group in setup.groups]
         self._own = [scheme.block_prefix(setup.topology, group) for group in groups]
         self._owners = [[scheme.block_prefix(owner, group) for owner in setup.topology.owners()] for group in groups]
-        self._step = setup.topology.put_step
-        self._turn = setup.topology.tp_rank % self._step
+        self._step = setup.topology.replicas
+        self._turn = setup.topology.tp_rank % setup.topology.put_step // setup.topology.dcp_size
 
     def num_blocks(self, group: int, hashes: Sequence[bytes | str]) -> int:
         """How many full blocks of ``group`` have a hash."""
@@ -38,7 +38,7 @@ class ChunkedTokenDatabase:
         return [block_keys(prefix, of_blocks) for prefix in self._owners[group]]
 
     def own_share(self, indices: IntArray) -> IntArray:
-        """Those of ``indices`` that this rank saves: ranks with the same KV heads take turns."""
+        """Those of ``indices`` that this rank saves: ranks with the same bytes take turns."""
         if self._step == 1:
             return indices
         share: IntArray = indices[indices % self._step == self._turn]
