@@ -58,9 +58,9 @@ class HashIndex:
         found, places = self._probe(self._digests[slots])
         self._buckets[places[found == slots]] = _TOMBSTONE
 
-    def make_anew(self, slots: Ints, more: int) -> None:
-        """Hold exactly ``slots``, with room for ``more``."""
-        size = buckets_for(len(slots) + more)
+    def make_anew(self, slots: Ints) -> None:
+        """Hold exactly ``slots``, in as many buckets as they need."""
+        size = buckets_for(len(slots))
         self._buckets[: max(size, int(self._shape[0]))] = 0
         self._shape[:] = size, 0
         self.insert(slots)

@@ -402,7 +402,7 @@ class Table:
         self.lease_until[rows] = 0
         self.lease_count[rows] = 0
         self._queue = self._queue_ticks = np.empty(0, np.int64)
-        self._index.make_anew(self._findable(), 0)
+        self._index.make_anew(self._findable())
         self.commit()
 
     def _drop_overlaps(self) -> None:
@@ -422,7 +422,7 @@ class Table:
     def _enter(self, slots: Ints) -> None:
         """Make slots findable that are so by their state."""
         if not self._index.insert(slots):
-            self._index.make_anew(self._findable(), len(slots))
+            self._index.make_anew(self._findable())
 
     def _start(self, slots: Ints) -> Ints:
         return self.offset[slots].astype(np.int64)

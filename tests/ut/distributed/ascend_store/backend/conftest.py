@@ -6,12 +6,16 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from vllm_ascend_ext.kv_pool.backend.arena import pool_folder
 from vllm_ascend_ext.kv_pool.backend.base import GLOBAL_TO_LOCAL, LOCAL_TO_GLOBAL, Backend
+from vllm_ascend_ext.kv_pool.backend.copier import Copier
 from vllm_ascend_ext.kv_pool.backend.local import LocalBackend, destroy
+from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock
 from vllm_ascend_ext.kv_pool.errors import Status, from_native
 from vllm_ascend_ext.kv_pool.fence import Fence, open_fence
 
@@ -62,10 +66,27 @@ class EnginePool:
 
 @dataclass
 class LocalPool(EnginePool):
-    name: str = field(default_factory=lambda: f"contract-{os.getpid()}-{next(_NUMBERS)}")
+    """The embedded store; what is set before a client is opened holds for that client."""
+
+    name: str = field(default_factory=lambda: f"test-{os.getpid()}-{next(_NUMBERS)}")
+    lock_timeout: float = 30.0
+    keep: bool = False
+    clock: Clock = MONOTONIC
+    copier: Copier | None = None
 
     def connect(self) -> LocalBackend:
-        return LocalBackend(self.name, self.capacity_bytes)
+        return LocalBackend(
+            self.name,
+            self.capacity_bytes,
+            lock_timeout=self.lock_timeout,
+            keep=self.keep,
+            clock=self.clock,
+            copier=self.copier,
+        )
+
+    @property
+    def folder(self) -> Path:
+        return pool_folder(self.name)
 
     def close(self) -> None:
         super().close()
@@ -109,8 +130,9 @@ class Client:
     ) -> tuple[Status, list[bytes]]:
         memory = self.memory(len(rows), len(rows[0]))
         memory.write(rows)
-        sizes = [len(row) for row in rows]
-        code = self.backend.batch_copy(gvas, memory.addresses, sizes, direction, fence or open_fence())
+        sizes = np.array([len(row) for row in rows], np.int64)
+        at, addresses = np.array(gvas, np.int64), np.array(memory.addresses, np.int64)
+        code = self.backend.batch_copy(at, addresses, sizes, direction, fence or open_fence())
         return self.statuses([code])[0], memory.read()
 
 
@@ -135,6 +157,14 @@ def engine_pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
 @pytest.fixture
 def client(engine_pool: EnginePool) -> Client:
     return engine_pool.open()
+
+
+@pytest.fixture
+def local_pool() -> Iterator[LocalPool]:
+    """A fresh pool of the embedded store, for what only that promises."""
+    pool = LocalPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

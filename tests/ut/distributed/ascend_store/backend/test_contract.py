@@ -223,7 +223,8 @@ def test_one_bad_range_refuses_the_whole_batch_and_nothing_is_copied(gva_client,
         gvas[1] += 1
     else:
         addresses[1] = 0
-    (status,) = gva_client.statuses([backend.batch_copy(gvas, addresses, sizes, 1, open_fence())])
+    arrays = (np.array(numbers, np.int64) for numbers in (gvas, addresses, sizes))
+    (status,) = gva_client.statuses([backend.batch_copy(*arrays, 1, open_fence())])
     assert status is not Status.OK
     assert memory.read() == [b"\x07" * SIZE] * 2
 
@@ -232,7 +233,8 @@ def test_lists_of_different_lengths_are_refused(gva_client):
     memory = gva_client.memory(2, SIZE, fill=7)
     gvas = list(gva_client.backend.batch_alloc(["a", "b"], [SIZE, SIZE]))
     gva_client.backend.batch_write_finish(["a", "b"], [0, 0])
-    code = gva_client.backend.batch_copy(gvas[:1], memory.addresses, [SIZE, SIZE], 1, open_fence())
+    at, addresses = np.array(gvas[:1]), np.array(memory.addresses)
+    code = gva_client.backend.batch_copy(at, addresses, np.full(2, SIZE), 1, open_fence())
     assert gva_client.statuses([code]) != [Status.OK]
     assert memory.read() == [b"\x07" * SIZE] * 2
 
