@@ -91,7 +91,7 @@ def _program(counts: Counts, known: Mapping[str, int]) -> tuple[float, float, fl
 def unknowns(counts: Sequence[Counts], known: Mapping[str, int]) -> list[str]:
     """Names whose values a bound would need and ``known`` lacks."""
     given = {"grid_y", "grid_z", *known, *(f"program_id({axis})" for axis in range(3))}
-    return sorted((_symbols(counts) | {"grid"}) - given)
+    return sorted(name for name in _symbols(counts) | {"grid"} if not {name, name.partition("@")[0]} & given)
 
 
 def _symbols(counts: Sequence[Counts]) -> set[str]:

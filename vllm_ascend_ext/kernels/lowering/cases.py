@@ -79,8 +79,8 @@ class Case:
     multibuffer: tuple[bool, ...] = (True, False)
     #: Further options of the Ascend backend, as the launch passes them.
     options: Mapping[str, Constant] = field(default_factory=dict)
-    #: Run-time values that size the counts: argument name -> value, ``*name`` -> the value read through a pointer, and
-    #: ``grid`` -> number of programs launched.
+    #: Run-time values that size the counts: argument name -> value; ``*name`` -> the value read through a pointer, or
+    #: ``*name@line`` -> the one read there; ``grid`` -> number of programs launched.
     values: Mapping[str, int] = field(default_factory=dict)
     #: Finding code -> the reason why this kernel may have it. Nothing else is forgiven.
     allow: Mapping[str, str] = field(default_factory=dict)
@@ -100,7 +100,8 @@ class Case:
                 raise ValueError(f"Case {self.title!r}: targets has {target!r}; allowed are chips such as {TARGETS}")
         if not self.targets or not self.multibuffer:
             raise ValueError(f"Case {self.title!r}: targets and multibuffer must each name at least one setting")
-        unknown = sorted({name.removeprefix("*") for name in self.values} - set(self.signature) - {"grid"})
+        names = {name.removeprefix("*").partition("@")[0] for name in self.values}
+        unknown = sorted(names - set(self.signature) - {"grid"})
         if unknown:
             raise ValueError(f"Case {self.title!r}: values names {unknown}; allowed are its arguments and 'grid'")
         for code, reason in self.allow.items():

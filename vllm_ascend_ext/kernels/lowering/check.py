@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -232,36 +233,37 @@ def _growth(job: Job, found: list[Loop], lower: Callable[[Case], Lowering]) -> M
     A loop is left out where that isn't known: its trips aren't constant, or the kernel doesn't compile with a constant
     halved and no other constant changes them.
     """
-    open_loops = {
-        loop.location: loop.elements.number
-        for loop in found
-        if loop.pace is Pace.ELEMENT and not loop.in_source and loop.elements.op == "number"
-    }
+    known = _element_trips(found)
     growth: dict[Location, str | None] = {}
     all_compiled = True
     for name, value in _halvable(job.case)[:_PROBES]:
-        if len(growth) == len(open_loops):
+        if len(growth) == len(known):
             break
         half = lower(replace(job.case, constants={**job.case.constants, name: value // 2}))
         all_compiled = all_compiled and bool(half.hivm)
         if not half.hivm:
             continue
-        halved = _element_trips(half, job.case)
-        growth.update((at, name) for at, trips in open_loops.items() if halved.get(at, 0) != trips and at not in growth)
+        source = Source(ir.parse(half.ttir), job.case.kernel)
+        halved = _element_trips(loop for kernel in _kernels_of(half, job.case) for loop in loops.find(kernel, source))
+        growth.update((at, name) for at, trips in known.items() if halved.get(at, 0) != trips and at not in growth)
     if all_compiled:
-        growth.update((at, "") for at in open_loops if at not in growth)
+        growth.update((at, "") for at in known if at not in growth)
     return growth
+
+
+def _element_trips(found: Iterable[Loop]) -> dict[Location, int]:
+    """Trips of the compiler's own element loops, with those of the loops around them as far as they are constant."""
+    trips: dict[Location, int] = {}
+    for loop in found:
+        if loop.pace is Pace.ELEMENT and not loop.in_source and loop.elements.op == "number":
+            around = [outer.trips.number for outer in loop.around if outer.trips.op == "number"]
+            trips[loop.location] = trips.get(loop.location, 0) + math.prod(around, start=loop.elements.number)
+    return trips
 
 
 def _halvable(case: Case) -> list[tuple[str, int]]:
     sizes = [(name, v) for name, v in case.constants.items() if isinstance(v, int) and not isinstance(v, bool)]
     return sorted(((name, v) for name, v in sizes if v >= 2 and v % 2 == 0), key=lambda item: -item[1])
-
-
-def _element_trips(lowering: Lowering, case: Case) -> dict[Location, int]:
-    source = Source(ir.parse(lowering.ttir), case.kernel)
-    found = (loop for kernel in _kernels_of(lowering, case) for loop in loops.find(kernel, source))
-    return {loop.location: loop.elements.number for loop in found if loop.pace is Pace.ELEMENT}
 
 
 def _unique(found: list[Finding]) -> list[Finding]:

@@ -116,7 +116,9 @@ class Kernel:
             return build("select", *args)
         if op.name == "memref.load":
             source = self.base(op.operands[0])
-            return symbol(f"*{self._names[source]}" if source in self._names else f"value read{_at(op)}")
+            # Two reads through one pointer are two values, so the line is part of the name.
+            line = op.location[0].line if op.location else "?"
+            return symbol(f"*{self._names.get(source, 'value')}@{line}")
         return symbol(f"value{_at(op)}")
 
     def _affine(self, op: Op, depth: int) -> Expr:

@@ -52,7 +52,7 @@ class Place:
 Location = tuple[Place, ...]
 
 _PLACE = re.compile(r'"((?:[^"\\]|\\.)*)":(\d+):(\d+)')
-_HEAD = re.compile(r'(?:(%[\w]+(?::\d+)?(?:, %[\w]+(?::\d+)?)*) = )?"([\w.$]+)"\(([^()]*)\)')
+_HEAD = re.compile(r'(?:(%\w+(?::\d+)?(?:, %\w+(?::\d+)?)*) = )?"([\w.$]+)"\(([^()]*)\)(?:\[[^\]]*\])?')
 _BLOCK_ARGUMENT = re.compile(r"(%\w+): ")
 _SHAPED = re.compile(r"(tensor|memref|vector)<((?:(?:\d+|\?)x)*)")
 _SPACE = re.compile(r"address_space<(\w+)>")

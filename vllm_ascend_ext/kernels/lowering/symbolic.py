@@ -32,7 +32,8 @@ class Expr:
         if self.op == "number":
             return self.number
         if self.op == "symbol":
-            return known.get(self.name)
+            # A value read from memory is named after its pointer and its line; one for the pointer serves all lines.
+            return known.get(self.name, known.get(self.name.partition("@")[0]))
         values = [arg.value(known) for arg in self.args]
         if self.op == "select":
             return None if values[0] is None else values[1 if values[0] else 2]

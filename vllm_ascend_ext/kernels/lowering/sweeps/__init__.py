@@ -1,0 +1,1 @@
+"""Declarations for kernels of other projects: argument types and constants only, nothing of their code."""
