@@ -49,6 +49,7 @@ class Exploration:
     capped      (site, role) -> how many ordinals were seen, where that is more than were visited
     missed      tokens planned for a hit that was seen before but did not come again (the scenario isn't deterministic)
     no_effect   tokens whose action changed nothing (an empty list, truncated)
+    too_deep    hits behind `max_faults` faults, which were not visited
     incomplete  why the exploration stopped before its end; empty if it did not
     explored    the sites whose first faults were explored
     """
@@ -60,6 +61,7 @@ class Exploration:
     capped: dict[tuple[str, str], int] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
     no_effect: list[str] = field(default_factory=list)
+    too_deep: int = 0
     incomplete: str = ""
     explored: tuple[str, ...] = ()
     runs: int = 0
@@ -147,8 +149,13 @@ class _Explorer:
                     return
                 plan = Plan((*point.opened_by, fault))
                 seen = self.inject(plan)
-                if seen is not None:
-                    queue.extend(self.points(seen.hits, plan.faults))
+                if seen is None:
+                    continue
+                behind = self.points(seen.hits, plan.faults)
+                if len(plan.faults) < self.scenario.max_faults:
+                    queue.extend(behind)
+                else:
+                    self.found.too_deep += len(behind)
 
     def pairs(self, first_sites: Iterable[str] | None) -> None:
         """Two transient faults at different hits, picked with a fixed seed: the same ones in every run."""

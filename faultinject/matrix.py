@@ -33,6 +33,7 @@ def summarize(found: Exploration) -> dict[str, Any]:
             for waiver in found.scenario.waivers
         ],
         "capped": [[site, role, seen] for (site, role), seen in sorted(found.capped.items())],
+        "too_deep": found.too_deep,
         "missed": list(found.missed),
         "no_effect": list(found.no_effect),
         "incomplete": found.incomplete,
@@ -56,6 +57,7 @@ class Matrix:
     explored: dict[str, set[str]] = field(default_factory=dict)
     waivers: dict[tuple[str, str, str, str], dict[str, Any]] = field(default_factory=dict)
     capped: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    too_deep: int = 0
     missed: list[str] = field(default_factory=list)
     no_effect: list[str] = field(default_factory=list)
     incomplete: list[str] = field(default_factory=list)
@@ -77,6 +79,7 @@ class Matrix:
             known["waived"] += waiver["waived"]
         for site, role, seen in summary["capped"]:
             self.capped[scenario, site, role] = max(seen, self.capped.get((scenario, site, role), 0))
+        self.too_deep += summary["too_deep"]
         self.missed += summary["missed"]
         self.no_effect += summary["no_effect"]
         if summary["incomplete"]:
@@ -161,6 +164,7 @@ class Matrix:
                 {"scenario": scenario, "site": site, "role": role, "seen": seen}
                 for (scenario, site, role), seen in sorted(self.capped.items())
             ],
+            "too_deep": self.too_deep,
             "missed": sorted(self.missed),
             "no_effect": len(self.no_effect),
             "incomplete": self.incomplete,

@@ -252,6 +252,8 @@ def _footer(matrix: Matrix, fail_unreached: bool) -> list[str]:
         lines.append(f"waiver {waiver['pattern']} ({waiver['issue']}) matched no injection")
     for (scenario, site, role), seen in sorted(matrix.capped.items()):
         lines.append(f"capped: {scenario}: {site} was hit {seen} times in role {role}; not all were visited")
+    if matrix.too_deep:
+        lines.append(f"{matrix.too_deep} hits that only come after max_faults faults were not visited")
     if matrix.missed:
         some = ", ".join(sorted(matrix.missed)[:5])
         lines.append(f"{len(matrix.missed)} planned hits did not come again (not deterministic?): {some}")

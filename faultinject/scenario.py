@@ -30,6 +30,7 @@ class Scenario:
     waivers       known broken injections, each bound to an issue
     pairs         how many two-fault combinations to add, picked with a fixed seed
     max_ordinals  how many ordinals of a site and role are visited, where the Site doesn't say
+    max_faults    how many faults one injection may take: hits that exist only after that many are counted, not visited
     """
 
     name: str
@@ -42,6 +43,7 @@ class Scenario:
     waivers: tuple[Waiver, ...] = ()
     pairs: int = 0
     max_ordinals: int = 16
+    max_faults: int = 4
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -53,6 +55,8 @@ class Scenario:
             raise ValueError(
                 f"scenario {self.name!r}: pairs {self.pairs} >= 0 and max_ordinals {self.max_ordinals} >= 1"
             )
+        if self.max_faults < 1:
+            raise ValueError(f"scenario {self.name!r}: max_faults {self.max_faults} must be at least 1")
         if not self.sites:
             raise ValueError(f"scenario {self.name!r}: at least one site must be declared")
 
@@ -77,7 +81,7 @@ def scenario(
 
     Under pytest a decorated test becomes one item per declared site; elsewhere pass it to `explore`. The default name
     is the function's without `test_`. `settings` are further fields of `Scenario` (roles, deadline, grace, pairs,
-    max_ordinals). `expects` restricts which exceptions may leave the body (None: any, except AssertionError).
+    ...). `expects` restricts which exceptions may leave the body (None: any, except AssertionError).
     """
     only = expects if expects is None or isinstance(expects, tuple) else (expects,)
 

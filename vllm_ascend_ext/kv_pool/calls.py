@@ -150,9 +150,17 @@ class Lanes:
                 return
         self.give_up(call, DeadlineExceeded(f"{call.label} was not done in time"))
 
-    def give_up(self, call: Call[T], cause: BaseException) -> None:
-        """End ``call`` with ``cause`` unless it has ended; nobody sees it ended before its blocks are safe from it."""
-        if not call.fence.revoke(Deadline.after(_REVOKE_SECONDS, self.clock)):
+    def wait_until(self, predicate: Callable[[], bool], timeout: float) -> bool:
+        """Wait for something that only the end of a call brings about; False after ``timeout`` seconds."""
+        with self._condition:
+            return Deadline.after(timeout, self.clock).wait_for(self._condition, predicate)
+
+    def give_up(self, call: Call[T], cause: BaseException, patience: Deadline | None = None) -> None:
+        """End ``call`` with ``cause`` unless it has ended; nobody sees it ended before its blocks are safe from it.
+
+        A copy that still touches them at the end of ``patience`` fails the lanes for good.
+        """
+        if not call.fence.revoke(patience or Deadline.after(_REVOKE_SECONDS, self.clock)):
             self._fail(DeadlineExceeded(f"{call.label} is stuck inside a copy"))
         with self._condition:
             if call.ended:
@@ -171,8 +179,9 @@ class Lanes:
         """End every call whose deadline has passed; for owners that poll instead of waiting."""
         with self._condition:
             overdue = [call for call in self._open_calls() if call.deadline.expired]
+        patience = Deadline.after(_REVOKE_SECONDS, self.clock)
         for call in overdue:
-            self.give_up(call, DeadlineExceeded(f"{call.label} was not done in time"))
+            self.give_up(call, DeadlineExceeded(f"{call.label} was not done in time"), patience)
 
     def close(self, timeout: float) -> list[str]:
         """End everything; idempotent. Returns the labels of the calls still stuck after ``timeout`` seconds."""
@@ -183,7 +192,7 @@ class Lanes:
             calls = self._open_calls()
             self._condition.notify_all()
         for call in calls:
-            self.give_up(call, ClosedError(f"{self.name} was closed"))
+            self.give_up(call, ClosedError(f"{self.name} was closed"), deadline)
         with self._condition:
             deadline.wait_for(self._condition, lambda: not self._lanes)
             stuck = [lane.describe() for lane in self._lanes]

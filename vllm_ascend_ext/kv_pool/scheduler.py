@@ -69,7 +69,11 @@ class KVPoolScheduler:
             return 0, False
         hashes = request.block_hashes[: wanted // self._setup.hash_unit]
         self.stats.count("lookups")
-        hit = self._lookup.lookup(wanted, hashes, self._group_ids, num_computed_tokens)
+        try:
+            hit = self._lookup.lookup(wanted, hashes, self._group_ids, num_computed_tokens)
+        except Exception as cause:
+            self.stats.failure("lookup_failed", "no hit is assumed", [request.request_id], cause)
+            return 0, False
         hit = min(hit, wanted, request.num_tokens - 1)  # one token must be computed to sample from
         if hit <= num_computed_tokens:
             return 0, False
