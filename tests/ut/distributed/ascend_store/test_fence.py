@@ -22,7 +22,7 @@ def test_blocks_may_be_touched_until_the_fence_is_revoked_and_never_again():
 
 
 def test_revoking_waits_for_every_holder():
-    fence, order = Fence(), []
+    fence, clock, order = Fence(), ManualClock(), []
     with Gate() as gate:
 
         def copy():
@@ -35,12 +35,10 @@ def test_revoking_waits_for_every_holder():
             copier.start()
         gate.wait_until_reached(2)
         revoker = threading.Thread(
-            target=lambda: order.append("revoked" if fence.revoke(Deadline.after(LONG)) else "held")
+            target=lambda: order.append("revoked" if fence.revoke(Deadline.after(LONG, clock)) else "held")
         )
         revoker.start()
-        while not fence.revoked:  # from here on the revoker waits for the copiers
-            with fence.hold():
-                pass
+        clock.wait_for_waiters(1)
         gate.open()
         for thread in [*copiers, revoker]:
             thread.join(LONG)
