@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -221,25 +222,26 @@ def _same(old: object, new: object) -> bool:
 def _truncate(result: Any) -> Any:
     try:
         return result[: max(0, len(result) - 1)]
-    except TypeError:
+    except (TypeError, KeyError):
         raise ActionMismatch(f"truncate: a result of type {type(result).__name__} has no end to cut off") from None
 
 
 def _extend(result: Any) -> Any:
-    try:
-        return result + (result[-1:] if len(result) else type(result)([0]))
-    except TypeError:
-        raise ActionMismatch(f"extend: a result of type {type(result).__name__} can't be made longer") from None
+    if isinstance(result, list | tuple | str | bytes | bytearray):
+        return result + (result[-1:] or type(result)([0]))  # type: ignore[operator]  # each with its own kind
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(result, numpy.ndarray) and len(result):
+        return numpy.append(result, result[-1:], axis=0)
+    raise ActionMismatch(f"extend: it is not known how to make this {type(result).__name__} longer")
 
 
 def _empty(result: Any) -> Any:
     try:
         return result[:0]
-    except TypeError:
-        try:
+    except (TypeError, KeyError):
+        if isinstance(result, Collection):
             return type(result)()
-        except TypeError:
-            raise ActionMismatch(f"empty: no empty value of type {type(result).__name__} is known") from None
+        raise ActionMismatch(f"empty: a result of type {type(result).__name__} can't be empty") from None
 
 
 def _none(result: Any) -> Any:

@@ -123,6 +123,8 @@ def _notes(matrix: dict[str, Any]) -> str:
         f"{waiver['waived']} of {waiver['matched']} injections waived as {waiver['outcome']}"
         for waiver in matrix["waivers"]
     ]
+    if matrix["too_deep"]:
+        notes.append(f"{matrix['too_deep']} hits that only come after max_faults faults were not visited")
     if matrix["missed"]:
         notes.append(f"{len(matrix['missed'])} hits did not come again when a fault was planned for them")
     if matrix["no_effect"]:

@@ -129,6 +129,13 @@ def test_too_many_ordinals_are_capped_and_the_cap_is_told() -> None:
     assert fi.explore(put_all("abc", max_ordinals=3)).capped == {}
 
 
+def test_hits_behind_too_many_faults_are_not_visited_and_that_is_told() -> None:
+    shallow, deep = fi.explore(retry(6, max_faults=3)), fi.explore(retry(6, max_faults=6))
+    assert max(token.count("+") for token in tokens(shallow)) == 2
+    assert max(token.count("+") for token in tokens(deep)) == 5
+    assert (shallow.too_deep, deep.too_deep) == (1, 0)
+
+
 def test_actions_without_effect_do_not_count() -> None:
     @fi.scenario(sites=[fi.Site("source.get", (fi.Truncate(),))])
     def drain(run: fi.Run) -> None:
@@ -242,6 +249,7 @@ def test_only_faults_that_start_at_the_given_sites() -> None:
         (lambda: put_all("a", deadline=0), ValueError, "deadline 0 must be above 0"),
         (lambda: put_all("a", grace=-1), ValueError, "grace -1 must be above 0"),
         (lambda: put_all("a", max_ordinals=0), ValueError, "max_ordinals 0"),
+        (lambda: put_all("a", max_faults=0), ValueError, "max_faults 0"),
         (lambda: put_all("a", tempo=3), TypeError, "tempo"),
         (lambda: fi.scenario(sites=[])(lambda run: None), ValueError, "scenario name '<lambda>'"),
         (lambda: fi.scenario(sites=[], name="none")(lambda run: None), ValueError, "at least one site"),

@@ -77,7 +77,15 @@ def test_actions_that_raise(action: fi.Action, name: str, error: type[BaseExcept
     assert source.calls == calls
 
 
-@pytest.mark.parametrize("make", [fi.Truncate, fi.Extend])
+def test_arrays_get_longer_and_shorter_by_whole_entries() -> None:
+    numpy = pytest.importorskip("numpy")
+    codes = numpy.array([0, 7])
+    assert strike(fi.Extend(), codes)[0].tolist() == [0, 7, 7]
+    assert strike(fi.Truncate(), codes)[0].tolist() == [0]
+    assert strike(fi.Empty(), codes)[0].tolist() == []
+
+
+@pytest.mark.parametrize("make", [fi.Truncate, fi.Extend, fi.Empty])
 def test_an_action_that_does_not_fit_the_result_is_the_planner_s_mistake(make: Callable[[], fi.Action]) -> None:
     proxy = fi.wrap(Source(5), "source", ["get"])
     with (
