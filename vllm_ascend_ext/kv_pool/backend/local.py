@@ -97,7 +97,7 @@ class LocalBackend(Backend):
         self._copier: Copier = HostCopier() if copier is None else copier
         self._session = Session(spec, float(lock_timeout), clock)
 
-    # -- the key path ---------------------------------------------------------------------------------------------
+    # -- the key path -------------------------------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[str]) -> list[int]:
         """1 or 0 per key, 0 for one that can't be a key. Counts as a use. Raises DeadlineExceeded."""
@@ -171,7 +171,7 @@ class LocalBackend(Backend):
                 pass
         return _answer(len(keys), usable, codes)
 
-    # -- global addresses -----------------------------------------------------------------------------------------
+    # -- global addresses ---------------------------------------------------------------------------------------------
 
     def batch_alloc(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
         """A client that is given the address of somebody's unfinished write takes part in that write from then on."""
@@ -196,9 +196,7 @@ class LocalBackend(Backend):
                 pass
         return answer.tolist()
 
-    def batch_copy(
-        self, gvas: Addresses, addrs: Addresses, sizes: Addresses, direction: int, fence: Fence
-    ) -> int:
+    def batch_copy(self, gvas: Addresses, addrs: Addresses, sizes: Addresses, direction: int, fence: Fence) -> int:
         """Checked before anything is copied. What is published is never written again: ranges that save into it are
         left out, as a put of an existing key is. REFUSED to read from what isn't published."""
         addresses, blocks, lengths = numbers(gvas), numbers(addrs), numbers(sizes)
@@ -254,7 +252,7 @@ class LocalBackend(Backend):
             gvas[usable.at[there]] = self._gvas(table, slots)
         return [LocalKeyInfo(size, gva) for size, gva in zip(sizes.tolist(), gvas.tolist(), strict=True)]
 
-    # -- leases ---------------------------------------------------------------------------------------------------
+    # -- leases -------------------------------------------------------------------------------------------------------
 
     def batch_add_lease(self, keys: Sequence[str], ttl_ms: int) -> list[int]:
         """MISSING for a key that isn't published. Leases of one client on one key add up and end together. Counts as
@@ -298,7 +296,7 @@ class LocalBackend(Backend):
             return Status.INVALID.value
         return (Status.OK if complete else Status.REFUSED).value
 
-    # -- ledgers and the end --------------------------------------------------------------------------------------
+    # -- ledgers and the end ------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
         """Figures of the whole pool: capacity_bytes, used_bytes, keys, evictions, rebuilds, clients; and open_writes,
@@ -313,7 +311,7 @@ class LocalBackend(Backend):
         """Gives back open writes and leases. A call that is still copying goes on, and lets go when it ends."""
         self._session.close()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _reserve(self, table: Table, rows: Rows, codes: Ints) -> Ints:
         """Codes for the keys that are there or find no room; for the others a pinned slot, -1 where there is none."""

@@ -70,7 +70,7 @@ class HashIndex:
         return home
 
     def _probe(self, digests: Digests) -> tuple[Ints, Ints]:
-        """(slots, buckets) of the digests, -1 where they are missing. Looks at a window of buckets per key at a time."""
+        """(slots, buckets) of the digests, -1 where they are missing. Looks at a window of buckets at a time."""
         slots, places = np.full((2, len(digests)), -1, np.int64)
         pending, place, wanted = np.arange(len(digests)), self._home(digests), _whole(digests)
         while len(pending):

@@ -31,7 +31,7 @@ VERSION = 1
 
 FREE, RESERVED, OPEN, PUBLISHED, DYING = range(5)
 
-_STEP = 4096  # slots that are given memory at a time
+_STEP = 1024  # slots that are given memory at a time
 _LOOK_AHEAD = 4096  # candidates for eviction that are sorted at a time
 
 Mask = npt.NDArray[np.bool_]
@@ -148,7 +148,7 @@ class Table:
         table._back(1)
         table.rebuild(np.uint64(0))
 
-    # -- who is there ---------------------------------------------------------------------------------------------
+    # -- who is there -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Start a change: until ``commit`` the derived arrays count as broken."""
@@ -228,7 +228,7 @@ class Table:
         self.last_used[slots[::-1]] = tick + 1 + np.arange(len(slots))
         self.header[H.TICK] = tick + len(slots)
 
-    # -- leases and pins ------------------------------------------------------------------------------------------
+    # -- leases and pins ----------------------------------------------------------------------------------------------
 
     def pin(self, client: int, slots: Ints) -> None:
         """Keep the bytes of each slot in place while they are copied."""
@@ -265,7 +265,7 @@ class Table:
         pinned: Mask = np.any(self.pins[np.ix_(self.active(), slots)] > 0, axis=0)
         return pinned
 
-    # -- making and dropping values -------------------------------------------------------------------------------
+    # -- making and dropping values -----------------------------------------------------------------------------------
 
     def reserve(self, digests: Digests, sizes: Ints, bit: np.uint64, state: int, now: int) -> Ints:
         """A slot with room for each value, -1 where none fits, evicting the least recently used ones for it.
@@ -382,7 +382,7 @@ class Table:
         self._queue, self._queue_ticks = queue[same], self._queue_ticks[same]
         return self._queue[~(self.leased(self._queue, now) | self.pinned(self._queue))]
 
-    # -- what is derived ------------------------------------------------------------------------------------------
+    # -- what is derived ----------------------------------------------------------------------------------------------
 
     def rebuild(self, alive: np.uint64) -> None:
         """Derive everything from the slots, of which unfinished ones stay only with a writer among ``alive``."""

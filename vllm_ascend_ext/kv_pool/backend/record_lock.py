@@ -1,9 +1,9 @@
 """Locks between processes, with deadlines, that end with their holder; must never know what they guard.
 
-They are POSIX record locks. The kernel takes one back when its process dies, whatever it was doing; a child made by fork doesn't inherit
-it; it works across PID namespaces; and it orders memory like any other lock, on weakly ordered hosts too. Its price:
-closing *any* descriptor of the file drops all locks of the process, and the threads of one process don't exclude each
-other. So one process opens a lock file once, and has a mutex of its own in front of it.
+They are POSIX record locks. The kernel takes one back when its process dies, whatever it was doing; a child made by
+fork doesn't inherit it; it works across PID namespaces; and it orders memory like any other lock, on weakly ordered
+hosts too. The price: closing *any* descriptor of the file drops all locks of the process, and the threads of one
+process don't exclude each other. So one process opens a lock file once, and has a mutex of its own in front of it.
 """
 
 from __future__ import annotations

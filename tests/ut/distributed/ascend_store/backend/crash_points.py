@@ -1,8 +1,8 @@
 """A process that forks others, which tell stories on a local pool and are killed (SIGKILL) in the middle of them.
 
-Reads lines of JSON, {"story", "pool", "line", "seed"}, and answers each with one. With a line, the child kills itself when
-it comes to that line of the store (counted over all of vllm_ascend_ext/kv_pool/backend); the answer tells the lines it ran
-and whether it died. Without, the answer is the child's pid, as soon as its story says that it is ready.
+Reads lines of JSON, {"story", "pool", "line", "seed"}, and answers each with one. With a line, the child kills itself
+when it comes to that line of the store (counted over all of vllm_ascend_ext/kv_pool/backend); the answer tells the
+lines it ran and whether it died. Without, the answer is the child's pid, as soon as its story says that it is ready.
 """
 
 import json

@@ -17,7 +17,7 @@ def revoked_fence():
     return fence
 
 
-# -- the key path ---------------------------------------------------------------------------------------------------
+# -- the key path -----------------------------------------------------------------------------------------------------
 
 
 def test_what_was_put_is_there_and_comes_back_byte_for_byte(client):
@@ -140,7 +140,7 @@ def test_a_closed_client_says_so_and_closing_twice_is_fine(engine_pool):
         client.exists("a")
 
 
-# -- global addresses -----------------------------------------------------------------------------------------------
+# -- global addresses -------------------------------------------------------------------------------------------------
 
 
 def test_an_allocated_write_becomes_a_value_when_it_is_finished(gva_client):
@@ -256,7 +256,7 @@ def test_a_copy_behind_a_revoked_fence_writes_nothing(gva_client):
     assert rows == [b"\xee" * SIZE]
 
 
-# -- leases ---------------------------------------------------------------------------------------------------------
+# -- leases -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_leased_value_is_not_evicted_however_much_is_put(gva_client, engine_pool):
