@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.parts import make_setup
@@ -37,6 +37,7 @@ def groups_of(draw_sizes=(4, 8, 12)):
     return st.lists(st.one_of(full, sliding, state), min_size=1, max_size=3).map(tuple)
 
 
+@settings(deadline=None)
 @given(groups=groups_of(), max_tokens=st.integers(0, 100), data=st.data())
 def test_a_hit_is_the_longest_boundary_at_which_every_group_has_all_that_it_needs(groups, max_tokens, data):
     present = []
@@ -55,6 +56,7 @@ def test_a_hit_is_the_longest_boundary_at_which_every_group_has_all_that_it_need
     assert AscendStoreCoordinator(setup).hit(present, max_tokens) == max(servable, default=0)
 
 
+@settings(deadline=None)
 @given(groups=groups_of(), start=st.integers(0, 10), steps=st.integers(1, 10))
 def test_a_load_brings_what_the_boundary_needs_and_the_device_does_not_have(groups, start, steps):
     setup = make_setup(groups=groups)

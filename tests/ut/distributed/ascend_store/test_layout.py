@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_ext.kv_pool.errors import ConfigError
@@ -15,6 +15,7 @@ def ids(*values):
     return np.asarray(values, dtype=np.int64)
 
 
+@settings(deadline=None)
 @given(
     num_blocks=st.integers(1, 6),
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4),

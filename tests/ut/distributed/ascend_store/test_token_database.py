@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.parts import make_setup
@@ -27,6 +27,7 @@ def test_each_group_has_blocks_of_its_own_size():
         assert all(f"@group:{group}@" in key for key in keys)
 
 
+@settings(deadline=None)
 @given(scale=st.sampled_from([1, 2, 8]), as_text=st.booleans())
 def test_keys_do_not_depend_on_the_form_of_the_hashes(scale, as_text):
     """A32: raw bytes from the scheduler's own process, hex text through the look-up's wire."""

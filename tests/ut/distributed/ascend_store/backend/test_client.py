@@ -1,8 +1,8 @@
-"""The store client: exactly one status per key, whatever an engine answers, and no deadline paid twice for a dead one."""
+"""The store client: one status per key whatever an engine answers, and no deadline paid twice for a dead one."""
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.clock import ManualClock
@@ -112,7 +112,7 @@ class TestOneStatusPerKey:
         bench.store.script("exists", answering([1, code, 0]))
         first, second, third = bench.client.exists(KEYS).statuses
         assert (first, third) == (OK, MISSING)
-        assert second not in (OK, MISSING) or code == MISSING
+        assert second not in (OK, MISSING)
 
     def test_duplicate_keys_have_a_status_each(self, bench):
         """A46."""
@@ -137,6 +137,7 @@ class TestOneStatusPerKey:
             assert result == Answer([])
         assert [bench.store.calls(method) for method in ("exists", "put", "get")] == [[], [], []]
 
+    @settings(deadline=None)
     @given(data=st.data(), n=st.integers(0, 5))
     def test_there_is_always_one_status_per_key(self, data, n):
         """Whatever comes back."""
