@@ -27,11 +27,14 @@ class Trailers:
         self._keys = keys
         self._room: Digests = np.zeros((len(keys), DIGEST_BYTES), dtype=np.uint8)
 
+    def addresses(self) -> IntArray:
+        """Where each key's digest is, or will be, for as long as this object lives."""
+        return self._room.ctypes.data + np.arange(len(self._keys), dtype=np.int64) * DIGEST_BYTES
+
     def append_to(self, addrs: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
-        """``addrs`` and ``sizes`` with one column more: where each key's digest is, or will be."""
-        own = self._room.ctypes.data + np.arange(len(self._keys), dtype=np.int64) * DIGEST_BYTES
+        """``addrs`` and ``sizes`` with one column more, for the digests."""
         lengths = np.full((len(self._keys), 1), DIGEST_BYTES, dtype=np.int64)
-        return np.hstack((addrs, own[:, None])), np.hstack((sizes, lengths))
+        return np.hstack((addrs, self.addresses()[:, None])), np.hstack((sizes, lengths))
 
     def write(self, addrs: IntArray, sizes: IntArray, fence: Fence) -> bool:
         """Take the digests of what is at ``addrs``; False if the fence was revoked meanwhile."""

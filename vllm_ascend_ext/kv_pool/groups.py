@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -38,7 +39,8 @@ class CacheGroup:
 class PoolSetup:
     """All that scheduler and worker must agree on. ``hash_unit``: tokens per block hash.
 
-    ``host_memory``: the caches can be read by the CPU, so that checksums can be taken of them.
+    ``host_memory``: the caches can be read by the CPU, so that checksums can be taken of them. ``stage_layers``: layers
+    of each group on each pipeline stage, needed for keys of single layers when there is more than one stage.
     """
 
     config: PoolConfig
@@ -49,6 +51,7 @@ class PoolSetup:
     dp_rank: int = 0
     enable_kv_events: bool = False
     host_memory: bool = True
+    stage_layers: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -89,6 +92,17 @@ class PoolSetup:
         families = tuple(group.family for group in self.groups)
         identity = replace(self.identity, extra=f"{self.identity.extra};checksum={self.checksum}")
         return KeyScheme(identity, families, plain=self.config.key_compat == "vllm-ascend")
+
+    def layers_per_stage(self, own: Sequence[int]) -> Sequence[Sequence[int]]:
+        """``stage_layers``, or ``own`` where there is one stage; ConfigError if they disagree or are missing."""
+        topology = self.topology
+        stages = self.stage_layers or ((tuple(own),) if topology.pp_size == 1 else ())
+        if len(stages) != topology.pp_size or tuple(stages[topology.pp_rank]) != tuple(own):
+            raise ConfigError(
+                f"stage_layers={self.stage_layers}: {topology.pp_size} stages are needed, with {tuple(own)} layers on "
+                f"stage {topology.pp_rank}"
+            )
+        return stages
 
     def floor(self, tokens: int) -> int:
         """``tokens`` rounded down to a boundary that all groups share."""

@@ -11,16 +11,20 @@ from vllm_ascend_ext.kv_pool.coordinator import AscendStoreCoordinator
 from vllm_ascend_ext.kv_pool.errors import Status
 from vllm_ascend_ext.kv_pool.groups import GroupKind, PoolSetup
 from vllm_ascend_ext.kv_pool.observe import Stats
-from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
+from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase, Naming
 
 
 class HitFinder:
-    def __init__(self, setup: PoolSetup, client: StoreClient, stats: Stats) -> None:
+    def __init__(self, setup: PoolSetup, client: StoreClient, stats: Stats, naming: Naming = Naming.BLOCK) -> None:
         self._setup = setup
         self._client = client
         self._stats = stats
-        self._database = ChunkedTokenDatabase(setup)
+        self._database = ChunkedTokenDatabase(setup, naming)
         self._coordinator = AscendStoreCoordinator(setup)
+
+    def set_layers(self, counts: Sequence[int]) -> None:
+        """How many layers this rank has in each group."""
+        self._database.set_layers(counts)
 
     def hit(self, token_len: int, hashes: Sequence[bytes | str], hbm_hit_tokens: int) -> int:
         """The longest boundary of at most ``token_len`` tokens that all groups and all ranks can serve.

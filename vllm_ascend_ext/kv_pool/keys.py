@@ -139,8 +139,13 @@ class KeyScheme:
 
     def gva_key(self, rank: Topology, group: int, hash_hex: str) -> str:
         """The key of a block that is addressed by its global address; ``group`` shows when there are several."""
+        prefix, suffix = self.gva_affixes(rank, group)
+        return prefix + hash_hex + suffix
+
+    def gva_affixes(self, rank: Topology, group: int) -> tuple[str, str]:
+        """What stands before and behind the hash in a GVA key."""
         middle = f"@{group}" if len(self.families) > 1 else ""
-        return f"{self.model}{middle}@{hash_hex}@{rank.head_rank}{self._gva_ranks(rank)}"
+        return f"{self.model}{middle}@", f"@{rank.head_rank}{self._gva_ranks(rank)}"
 
     def partial_key(self, rank: Topology, req_id: str, group: int, block: int, end_token: int) -> str:
         """The key of the last, partly filled block of one request."""
@@ -172,6 +177,6 @@ def group_hashes(hashes: Sequence[bytes | str], scale: int) -> Sequence[bytes | 
     return hashes if scale == 1 else hashes[scale - 1 :: scale]
 
 
-def block_keys(prefix: str, hashes: Iterable[bytes | str]) -> list[str]:
-    """``prefix`` before the hex form of each hash."""
-    return [prefix + (h if isinstance(h, str) else h.hex()) for h in hashes]
+def block_keys(prefix: str, hashes: Iterable[bytes | str], suffix: str = "") -> list[str]:
+    """The hex form of each hash, with ``prefix`` before and ``suffix`` behind it."""
+    return [prefix + (h if isinstance(h, str) else h.hex()) + suffix for h in hashes]

@@ -3,25 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import numpy as np
 
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
-from vllm_ascend_ext.kv_pool.keys import block_keys, group_hashes
+from vllm_ascend_ext.kv_pool.keys import Topology, block_keys, group_hashes
 from vllm_ascend_ext.kv_pool.layout import IntArray
 
 
-class ChunkedTokenDatabase:
-    """Keys of one rank's blocks, and of every rank's for look-ups. Hashes may be raw bytes or hex text."""
+class Naming(Enum):
+    """What a key names: a whole block, one layer of it, or a whole block that is written and read in pieces."""
 
-    def __init__(self, setup: PoolSetup) -> None:
-        scheme = setup.key_scheme
-        groups = range(len(setup.groups))
+    BLOCK = "block"
+    LAYER = "layer"
+    GVA = "gva"
+
+    @classmethod
+    def of(cls, layerwise: bool, has_gva: bool) -> Naming:
+        if not layerwise:
+            return cls.BLOCK
+        return cls.GVA if has_gva else cls.LAYER
+
+
+class ChunkedTokenDatabase:
+    """Keys of one rank's blocks, and of every rank's for look-ups. Hashes may be raw bytes or hex text.
+
+    With ``Naming.LAYER`` the key of a block is its hash alone; ``layer_keys`` makes the layers' keys of it.
+    """
+
+    def __init__(self, setup: PoolSetup, naming: Naming = Naming.BLOCK) -> None:
+        own = setup.topology
+        self._setup = setup
+        self._naming = naming
+        self._groups = range(len(setup.groups))
         self._scales = [group.block_size // setup.hash_unit for group in setup.groups]
-        self._own = [scheme.block_prefix(setup.topology, group) for group in groups]
-        self._owners = [[scheme.block_prefix(owner, group) for owner in setup.topology.owners()] for group in groups]
-        self._step = setup.topology.replicas
-        self._turn = setup.topology.tp_rank % setup.topology.put_step // setup.topology.dcp_size
+        self._own = [("", "") if naming is Naming.LAYER else self._affixes(own, group) for group in self._groups]
+        self._owners = [[self._affixes(owner, group) for owner in own.owners()] for group in self._groups]
+        self._layers: list[list[str]] = []
+        self._step = own.replicas
+        self._turn = own.tp_rank % own.put_step // own.dcp_size
+
+    def set_layers(self, counts: Sequence[int]) -> None:
+        """How many layers this rank has in each group; those of other pipeline stages are in the setup."""
+        if self._naming is not Naming.LAYER:
+            return
+        scheme, own = self._setup.key_scheme, self._setup.topology
+        stages = self._setup.layers_per_stage(counts)
+        self._layers = [
+            [scheme.layer_prefix(own, group, layer) for layer in range(counts[group])] for group in self._groups
+        ]
+        self._owners = [
+            [
+                (scheme.layer_prefix(owner, group, layer), "")
+                for owner in own.owners()
+                for layer in range(stages[owner.pp_rank][group])
+            ]
+            for group in self._groups
+        ]
 
     def num_blocks(self, group: int, hashes: Sequence[bytes | str]) -> int:
         """How many full blocks of ``group`` have a hash."""
@@ -30,12 +69,24 @@ class ChunkedTokenDatabase:
     def keys(self, group: int, hashes: Sequence[bytes | str], indices: IntArray) -> list[str]:
         """This rank's keys of the blocks at ``indices``; each must have its hash."""
         of_blocks = group_hashes(hashes, self._scales[group])
-        return block_keys(self._own[group], [of_blocks[index] for index in indices.tolist()])
+        prefix, suffix = self._own[group]
+        return block_keys(prefix, [of_blocks[index] for index in indices.tolist()], suffix)
+
+    def layer_keys(self, group: int, layer: int, keys: Sequence[str]) -> list[str]:
+        """The keys of one layer of the blocks that ``keys`` name."""
+        return block_keys(self._layers[group][layer], keys)
 
     def owner_keys(self, group: int, hashes: Sequence[bytes | str], first: int) -> list[list[str]]:
-        """For each rank that owns a shard, the keys of all full blocks from ``first`` on."""
+        """The keys of all full blocks from ``first`` on, for each part that a block consists of: each rank's, and with
+        ``Naming.LAYER`` each layer's."""
         of_blocks = group_hashes(hashes, self._scales[group])[first:]
-        return [block_keys(prefix, of_blocks) for prefix in self._owners[group]]
+        return [block_keys(prefix, of_blocks, suffix) for prefix, suffix in self._owners[group]]
+
+    def _affixes(self, rank: Topology, group: int) -> tuple[str, str]:
+        scheme = self._setup.key_scheme
+        return (
+            (scheme.block_prefix(rank, group), "") if self._naming is Naming.BLOCK else scheme.gva_affixes(rank, group)
+        )
 
     def own_share(self, indices: IntArray) -> IntArray:
         """Those of ``indices`` that this rank saves: ranks with the same bytes take turns."""

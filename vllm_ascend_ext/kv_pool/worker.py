@@ -9,24 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from vllm_ascend_ext import device
 from vllm_ascend_ext.kv_pool.backend.base import Backend
 from vllm_ascend_ext.kv_pool.backend.client import StoreClient
 from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock, Deadline
-from vllm_ascend_ext.kv_pool.coordinator import AscendStoreCoordinator
 from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.hits import HitFinder
+from vllm_ascend_ext.kv_pool.keys import Topology
+from vllm_ascend_ext.kv_pool.layerwise.path import LayerwisePath
 from vllm_ascend_ext.kv_pool.layout import BlockLayout
 from vllm_ascend_ext.kv_pool.lookup import LookupKeyServer, lookup_path
 from vllm_ascend_ext.kv_pool.observe import Stats
-from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta, StoredBlock, WorkerReport
-from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
-from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, JobResult, TransferJob
-from vllm_ascend_ext.kv_pool.transfer.recving import KVCacheStoreRecvingThread
-from vllm_ascend_ext.kv_pool.transfer.sending import KVCacheStoreSendingThread
+from vllm_ascend_ext.kv_pool.orders import Orders
+from vllm_ascend_ext.kv_pool.outcomes import Outcomes
+from vllm_ascend_ext.kv_pool.requests import PoolMetadata, StoredBlock, WorkerReport
+from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase, Naming
+from vllm_ascend_ext.kv_pool.transfer.whole import WholeBlockPath
 from vllm_ascend_ext.kv_pool.transfer.worker_thread import Ticket
 
 _HANDLER_SHARE = 0.8
@@ -57,27 +56,17 @@ class KVPoolWorker:
         self.stats = Stats()
         self._setup = setup
         self._clock = clock
-        self._new_event = new_event
         self._client = StoreClient(
             backend, self.stats, checksum=setup.checksum, backoff=config.store_backoff, clock=clock
         )
-        self._database = ChunkedTokenDatabase(setup)
-        self._coordinator = AscendStoreCoordinator(setup)
-        self.hits = HitFinder(setup, self._client, self.stats)
-        self._sending = KVCacheStoreSendingThread(
-            self._client, self.stats, lanes=config.lanes, clock=clock, set_device=backend.set_device
-        )
-        self._recving = KVCacheStoreRecvingThread(
-            self._client, self.stats, lanes=config.lanes, clock=clock, set_device=backend.set_device
-        )
-        self._recving.rotation = setup.topology.tp_rank
+        naming = Naming.of(config.use_layerwise, backend.has_gva)
+        database = ChunkedTokenDatabase(setup, naming)
+        self.hits = HitFinder(setup, self._client, self.stats, naming)
+        self._outcomes = Outcomes(setup, database)
+        path: type[LayerwisePath | WholeBlockPath] = LayerwisePath if config.use_layerwise else WholeBlockPath
+        self._path = path(setup, self._client, Orders(setup, database), self._outcomes, self.stats, clock, new_event)
         self._lookups: LookupKeyServer | None = None
-        self._layouts: tuple[BlockLayout, ...] = ()
         self._loading: dict[int, Ticket] = {}  # asynchronous loads by job id
-        self._tainted: list[set[int]] = [set() for _ in setup.groups]  # blocks with wrong bytes, until recomputed
-        self._load_errors: set[int] = set()
-        self._report = WorkerReport()
-        self._stored: list[StoredBlock] = []
         self._sent: set[str] = set()
 
     def start(self) -> None:
@@ -86,8 +75,8 @@ class KVPoolWorker:
         Raises what kept one from starting, and leaves none behind then.
         """
         try:
-            self._sending.start(self._setup.config.start_timeout)
-            self._recving.start(self._setup.config.start_timeout)
+            self._path.sending.start(self._setup.config.start_timeout)
+            self._path.recving.start(self._setup.config.start_timeout)
             if self._setup.topology.is_first:
                 self._serve_lookups()
         except BaseException:
@@ -95,17 +84,22 @@ class KVPoolWorker:
             raise
 
     @property
-    def head_rank(self) -> int:
-        """Which shard of the KV heads this rank holds."""
-        return self._setup.topology.head_rank
+    def topology(self) -> Topology:
+        """This rank's place."""
+        return self._setup.topology
 
-    def register_kv_caches(self, layouts: Sequence[BlockLayout]) -> None:
-        """Where the caches are, one layout per group; raises ConfigError if their number is wrong."""
+    def register_kv_caches(
+        self, layouts: Sequence[BlockLayout], places: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """Where the caches are, one layout per group; ConfigError if their number is wrong.
+
+        ``places``: (group, number in the group) of each layer in the order of the forward pass; the layers' hooks go by
+        their numbers there. Without it one group follows the other.
+        """
         if len(layouts) != len(self._setup.groups):
             raise ConfigError(f"layouts: {len(layouts)} given, {len(self._setup.groups)} KV-cache groups configured")
-        self._layouts = tuple(layouts)
-        self._sending.set_layouts(self._layouts)
-        self._recving.set_layouts(self._layouts)
+        self._path.register(tuple(layouts), places)
+        self.hits.set_layers([layout.num_layers for layout in layouts])
         ranges = sorted({span for layout in layouts for span in layout.ranges()})
         self._client.backend.register_buffer([start for start, _ in ranges], [size for _, size in ranges])
 
@@ -118,49 +112,30 @@ class KVPoolWorker:
                 ticket.cancel()
 
     def start_load_kv(self, meta: PoolMetadata) -> None:
-        """Synchronous loads are done, or have failed, when this returns; asynchronous ones are under way."""
-        for group, blocks in enumerate(meta.computed_blocks):
-            self._tainted[group].difference_update(blocks.tolist())
+        """Synchronous loads are done, or under way layer by layer; asynchronous ones are under way."""
+        self._path.start_load(meta)
         deadline = Deadline.after(self._setup.config.load_timeout, self._clock)
-        waiting: list[tuple[ReqMeta, Ticket]] = []
         for request in meta.requests:
-            if request.load is None:
-                continue
-            ticket = self._submit_load(request, deadline)
-            if request.load.is_async:
-                self._loading[request.load.job_id] = ticket
-            else:
-                waiting.append((request, ticket))
-        for request, ticket in waiting:
-            self._loaded(request, self._recving.settle(ticket))
+            if request.load is not None and request.load.is_async:
+                self._loading[request.load.job_id] = self._path.submit_load(request, deadline)
+
+    def wait_for_layer_load(self, meta: PoolMetadata, layer: int) -> None:
+        """Attention of layer ``layer`` may begin: its blocks are there, or have failed and will be reported."""
+        self._path.wait_for_layer_load(meta, layer)
+
+    def save_kv_layer(self, meta: PoolMetadata, layer: int) -> None:
+        """The computation of layer ``layer`` has been handed to the device."""
+        self._path.save_kv_layer(meta, layer)
 
     def wait_for_save(self, meta: PoolMetadata) -> None:
         """What this step saves is in the store, or has failed, when this returns."""
-        saves = [request for request in meta.requests if request.save is not None]
-        if not saves:
-            return
-        deadline = Deadline.after(self._setup.config.save_timeout, self._clock)
-        tickets: list[tuple[ReqMeta, Ticket]] = []
-        try:
-            event = self._new_event()
-            event.record()
-            for request in saves:
-                if self._is_tainted(request):
-                    self.stats.count("saves_skipped_after_failed_load")
-                else:
-                    tickets.append((request, self._sending.submit(self._save_job(request, event), deadline)))
-        except Exception as cause:
-            self.stats.failure("save_failed", "before it was handed on", [r.req_id for r in saves], cause)
-        for request, ticket in tickets:
-            self._saved(request, self._sending.settle(ticket))
-        for request in saves:  # whatever was skipped or broke off saved nothing
-            assert request.save is not None
-            self._report.saved_until.setdefault(request.save.job_id, (request.save.start_token, 1))
+        self._path.wait_for_save(meta)
 
     def get_finished(self, meta: PoolMetadata, finished_req_ids: Iterable[str] = ()) -> Transfers:
         """What ended since the last step. An aborted request's load is given up here, and named once."""
         ended = set(finished_req_ids)
-        self._recving.expire()
+        self._path.settle_loads()
+        self._path.recving.expire()
         transfers = Transfers(set(), set(), set())
         for job_id, ticket in list(self._loading.items()):
             if ticket.job.req_id in ended:
@@ -168,39 +143,37 @@ class KVPoolWorker:
             if not ticket.ended:
                 continue
             del self._loading[job_id]
-            result = self._recving.settle(ticket)
+            result = ticket.result() if ticket.job.req_id in ended else self._path.recving.settle(ticket)
+            self._outcomes.arrived_or_failed(result)
             transfers.finished_recving.add(ticket.job.req_id)
-            if result.ok:
-                self._load_arrived(result)
-            else:
-                self._report.failed_loads.add(job_id)
-                self._load_failed(result)
-                if len(self._setup.groups) > 1:
-                    transfers.failed_recving.add(ticket.job.req_id)
+            if not result.ok and len(self._setup.groups) > 1:
+                transfers.failed_recving.add(ticket.job.req_id)
         transfers.finished_sending = set(meta.delayed_free) - self._sent
         self._sent = set(meta.delayed_free)
         return transfers
 
+    def wait_for_loads(self, timeout: float) -> None:
+        """Return when one of the asynchronous loads has ended, or after ``timeout`` seconds; for owners that idle."""
+        self._path.recving.wait_for_any(list(self._loading.values()), timeout)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that did not arrive since the last call, each once. Empty with several groups: see ``Transfers``."""
-        errors, self._load_errors = self._load_errors, set()
-        return errors
+        return self._outcomes.take_load_errors()
 
     def take_report(self) -> WorkerReport:
         """What became of this step's jobs."""
-        report, self._report = self._report, WorkerReport()
-        return report
+        return self._outcomes.take_report()
 
     def take_stored(self) -> list[StoredBlock]:
         """Blocks that this rank put into the pool since the last call, when KV events are on."""
-        stored, self._stored = self._stored, []
-        return stored
+        return self._outcomes.take_stored()
 
     def close(self) -> list[str]:
         """Idempotent. Returns what is still stuck in the store engine."""
+        self._path.close()
         stuck = [
             label
-            for thread in (self._sending, self._recving)
+            for thread in (self._path.sending, self._path.recving)
             for label in thread.close(self._setup.config.close_timeout)
         ]
         if self._lookups is not None:
@@ -210,6 +183,12 @@ class KVPoolWorker:
         if stuck:
             self.stats.failure("close_stuck", f"still stuck: {', '.join(stuck)}")
         return stuck
+
+    def restart_lookups(self) -> None:
+        """Replace a look-up server that has failed, or whose socket was lost."""
+        if self._lookups is not None:
+            self._lookups.close()
+        self._serve_lookups()
 
     def _serve_lookups(self) -> None:
         config = self._setup.config
@@ -222,101 +201,3 @@ class KVPoolWorker:
             stats=self.stats,
         )
         self._lookups.start(config.start_timeout)
-
-    # -- loads ------------------------------------------------------------------------------------------------------
-
-    def _submit_load(self, request: ReqMeta, deadline: Deadline) -> Ticket:
-        try:
-            return self._recving.submit(self._load_job(request), deadline)
-        except Exception as cause:  # orders that make no sense: all that they could have meant has failed
-            return Ticket(self._whole_request(request), None, cause)
-
-    def _whole_request(self, request: ReqMeta) -> TransferJob:
-        assert request.load is not None
-        parts = []
-        for group, table in enumerate(request.block_ids):
-            first = request.load.vllm_cached_tokens // self._setup.groups[group].block_size
-            indices = np.arange(first, len(table), dtype=np.int64)
-            parts.append(GroupBlocks(group, indices, table[indices], [""] * len(indices)))
-        return TransferJob(request.load.job_id, request.req_id, tuple(parts))
-
-    def _load_job(self, request: ReqMeta) -> TransferJob:
-        load = request.load
-        assert load is not None
-        parts = []
-        for group, table in enumerate(request.block_ids):
-            indices = self._coordinator.load_blocks(group, load.vllm_cached_tokens, load.pool_cached_tokens)
-            keys = self._database.keys(group, request.block_hashes, indices)
-            parts.append(GroupBlocks(group, indices, table[indices], keys))
-        return TransferJob(load.job_id, request.req_id, tuple(parts))
-
-    def _loaded(self, request: ReqMeta, result: JobResult) -> None:
-        """A synchronous load ended."""
-        if result.ok:
-            self._load_arrived(result)
-            return
-        self._report.failed_loads.add(result.job.job_id)
-        self._load_failed(result)
-        # What the step computes for this request, it computes on what did not arrive.
-        for group, table in enumerate(request.block_ids):
-            failed = [int(p.indices[i]) for p, i, _ in result.failures() if p.group == group]
-            if failed:
-                self._tainted[group].update(table[min(failed) :].tolist())
-
-    def _load_arrived(self, result: JobResult) -> None:
-        for part in result.job.parts:
-            self._tainted[part.group].difference_update(part.block_ids.tolist())
-
-    def _load_failed(self, result: JobResult) -> None:
-        for part, position, _ in result.failures():
-            block = int(part.block_ids[position])
-            self._tainted[part.group].add(block)
-            if len(self._setup.groups) == 1:
-                self._load_errors.add(block)
-
-    # -- saves ------------------------------------------------------------------------------------------------------
-
-    def _save_job(self, request: ReqMeta, ready: device.Event) -> TransferJob:
-        save = request.save
-        assert save is not None
-        parts = []
-        for group, table in enumerate(request.block_ids):
-            indices = self._coordinator.store_blocks(group, save.start_token, save.end_token, table)
-            indices = self._database.own_share(indices)
-            keys = self._database.keys(group, request.block_hashes, indices)
-            parts.append(GroupBlocks(group, indices, table[indices], keys))
-        return TransferJob(save.job_id, request.req_id, tuple(parts), ready)
-
-    def _is_tainted(self, request: ReqMeta) -> bool:
-        return any(
-            not tainted.isdisjoint(table.tolist())
-            for tainted, table in zip(self._tainted, request.block_ids, strict=True)
-            if tainted
-        )
-
-    def _saved(self, request: ReqMeta, result: JobResult) -> None:
-        save = request.save
-        assert save is not None
-        until = save.end_token
-        for part, position, _ in result.failures():
-            until = min(until, int(part.indices[position]) * self._setup.groups[part.group].block_size)
-        self._report.saved_until[save.job_id] = (max(until, save.start_token), 1)
-        if self._setup.enable_kv_events:
-            self._note_stored(request, result)
-
-    def _note_stored(self, request: ReqMeta, result: JobResult) -> None:
-        save = request.save
-        assert save is not None
-        for part, stored in zip(result.job.parts, result.stored, strict=False):
-            size = self._setup.groups[part.group].block_size
-            for index in part.indices[np.asarray(stored, dtype=np.bool_)].tolist():
-                first = index * size - save.start_token
-                self._stored.append(
-                    StoredBlock(
-                        part.group,
-                        self._database.hash_of(part.group, request.block_hashes, index),
-                        self._database.hash_of(part.group, request.block_hashes, index - 1) if index else None,
-                        request.token_ids[max(first, 0) : first + size],
-                        size,
-                    )
-                )

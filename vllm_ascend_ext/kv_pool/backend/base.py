@@ -71,9 +71,7 @@ class Backend(ABC):
         """Open a write of ``sizes`` bytes for each key: its global address, or 0. An existing key's own address."""
         raise NotImplementedError(f"{self.engine} has no global addresses")
 
-    def batch_copy(
-        self, gvas: Addresses, addrs: Addresses, sizes: Addresses, direction: int, fence: Fence
-    ) -> int:
+    def batch_copy(self, gvas: Addresses, addrs: Addresses, sizes: Addresses, direction: int, fence: Fence) -> int:
         """Copy all ranges (flat arrays of one length), direction 0 local to global, 1 global to local; one code for the
         whole batch."""
         raise NotImplementedError(f"{self.engine} has no global addresses")

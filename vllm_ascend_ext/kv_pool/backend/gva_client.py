@@ -6,8 +6,8 @@ the engine is left alone after a failure: what was opened must not stay open bec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,14 @@ UNKNOWN_CODE = -1
 
 
 @dataclass(frozen=True)
-class Located:
-    """A global address for each key whose status is OK, 0 for every other; ``unsure`` marks keys of which the engine
-    may have opened a write although it gave no address."""
+class Opened(Answer):
+    """``unsure``: keys for which the engine may have opened something although its answer can't be read.
 
-    answer: Answer
-    gvas: IntArray
-    unsure: list[bool]
+    ``gvas``: a global address for each key whose status is OK, 0 for every other.
+    """
+
+    unsure: list[bool] = field(default_factory=list)
+    gvas: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -53,35 +54,11 @@ class GvaClient:
         """OK for a published key, MISSING for one that is absent or not finished."""
         return self._client.exists(keys)
 
-    def alloc(self, keys: Sequence[str], size: int) -> Located:
+    def alloc(self, keys: Sequence[str], size: int) -> Opened:
         """Open a write of ``size`` bytes for each key. No value <= 0 is ever an address."""
-        gvas: list[int] = []
-        unsure: list[bool] = []
-        calls: list[None] = []
+        return self._open("alloc", keys, lambda: self._backend.batch_alloc(keys, [size] * len(keys)), self._allocated)
 
-        def call() -> Sequence[int]:
-            calls.append(None)
-            return self._backend.batch_alloc(keys, [size] * len(keys))
-
-        def convert(raw: Any) -> Status:
-            number = as_int(raw)
-            gvas.append(number if number is not None and number > 0 else 0)
-            unsure.append(number is None)
-            if number is None:
-                return Status.FAILED
-            if number > 0:
-                return Status.OK
-            status = self._client.code(number) if number else Status.FULL
-            return Status.FAILED if status is Status.OK else status
-
-        answer = self._client.call("alloc", len(keys), call, convert)
-        if answer.cause is not None or not calls:  # raised or of the wrong shape; or never made
-            unsure = [bool(calls)] * len(keys)
-        return Located(answer, _addresses(answer, gvas), unsure)
-
-    def copy(
-        self, gvas: IntArray, addrs: IntArray, sizes: IntArray, direction: int, fence: Fence
-    ) -> Copied:
+    def copy(self, gvas: IntArray, addrs: IntArray, sizes: IntArray, direction: int, fence: Fence) -> Copied:
         """Copy all ranges, or nothing that can be relied on; arrays of one entry per range."""
         codes: list[int] = []
 
@@ -111,24 +88,21 @@ class GvaClient:
             always=True,
         )
 
-    def locate(self, keys: Sequence[str], size: int) -> Located:
+    def locate(self, keys: Sequence[str], size: int) -> Opened:
         """Where each published value of exactly ``size`` bytes lies. MISSING if there is none, INVALID if its size is
         another one."""
-        gvas: list[int] = []
+        return self._open(
+            "key_info", keys, lambda: self._backend.batch_get_key_info(keys), lambda info: _read_info(info, size)
+        )
 
-        def convert(info: Any) -> Status:
-            status, gva = _read_info(info, size)
-            gvas.append(gva)
-            return status
-
-        answer = self._client.call("key_info", len(keys), lambda: self._backend.batch_get_key_info(keys), convert)
-        return Located(answer, _addresses(answer, gvas), [False] * len(keys))
-
-    def add_lease(self, keys: Sequence[str], ttl: float) -> Answer:
+    def add_lease(self, keys: Sequence[str], ttl: float) -> Opened:
         """Keep each key from being evicted for ``ttl`` seconds."""
         ttl_ms = max(round(ttl * 1e3), 1)
-        return self._client.call(
-            "add_lease", len(keys), lambda: self._backend.batch_add_lease(keys, ttl_ms), self._client.code
+        return self._open(
+            "add_lease",
+            keys,
+            lambda: self._backend.batch_add_lease(keys, ttl_ms),
+            lambda code: (self._client.code(code), 0),
         )
 
     def remove_lease(self, keys: Sequence[str]) -> Answer:
@@ -141,14 +115,40 @@ class GvaClient:
 
     def forget(self, keys: Sequence[str]) -> None:
         """Remove values whose bytes turned out wrong: a later save would leave them as they are."""
-        self._client.forget(keys)
+        if keys:
+            self._client.forget(keys)
 
+    def _open(
+        self, name: str, keys: Sequence[str], call: Callable[[], Any], read: Callable[[Any], tuple[Status, int]]
+    ) -> Opened:
+        made: list[None] = []
+        entries: list[Any] = []
+        gvas: list[int] = []
 
-def _addresses(answer: Answer, gvas: list[int]) -> IntArray:
-    """``gvas`` where the status is OK; a call that failed as a whole has no address at all."""
-    if len(gvas) != len(answer.statuses) or answer.cause is not None:
-        return np.zeros(len(answer.statuses), dtype=np.int64)
-    return np.asarray(gvas, dtype=np.int64) * (np.asarray(answer.statuses, dtype=np.int64) == Status.OK)
+        def counted() -> Any:
+            made.append(None)
+            return call()
+
+        def convert(raw: Any) -> Status:
+            status, gva = read(raw)
+            entries.append(raw)
+            gvas.append(gva)
+            return status
+
+        answer = self._client.call(name, len(keys), counted, convert)
+        if answer.cause is not None or not made:  # raised, or of the wrong shape; or the call was never made
+            nowhere = np.zeros(len(keys), dtype=np.int64)
+            return Opened(answer.statuses, answer.cause, [bool(made)] * len(keys), nowhere)
+        return Opened(answer.statuses, None, [as_int(raw) is None for raw in entries], np.asarray(gvas, dtype=np.int64))
+
+    def _allocated(self, raw: Any) -> tuple[Status, int]:
+        number = as_int(raw)
+        if number is None:
+            return Status.FAILED, 0
+        if number > 0:
+            return Status.OK, number
+        status = self._client.code(number) if number else Status.FULL
+        return Status.FAILED if status is Status.OK else status, 0
 
 
 def _read_info(info: Any, size: int) -> tuple[Status, int]:

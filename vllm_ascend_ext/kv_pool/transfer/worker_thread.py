@@ -8,7 +8,7 @@ that one stuck call does not stall the other jobs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from vllm_ascend_ext.kv_pool.backend.client import StoreClient
@@ -48,8 +48,8 @@ class Ticket:
             return JobResult.all_failed(self.job, cause)
 
 
-class KVCacheTransferThread(ABC):
-    """Jobs in order, a few at once. Subclasses say in ``_handle_request`` what a job does."""
+class TransferThread:
+    """A few lanes under one name, and what every user of them needs."""
 
     role: ClassVar[str]
     """How its threads are called: ``kv-{role}-0``, ..."""
@@ -63,6 +63,7 @@ class KVCacheTransferThread(ABC):
         clock: Clock,
         set_device: Callable[[], None] | None = None,
     ) -> None:
+        self.on_fatal: Callable[[BaseException], None] | None = None  # told, once, what has ended the thread
         self._client = client
         self._stats = stats
         self._layouts: tuple[BlockLayout, ...] = ()
@@ -78,6 +79,23 @@ class KVCacheTransferThread(ABC):
 
     def set_layouts(self, layouts: tuple[BlockLayout, ...]) -> None:
         self._layouts = layouts
+
+    def expire(self) -> None:
+        """End the jobs whose deadline has passed."""
+        self._lanes.expire()
+
+    def close(self, timeout: float) -> list[str]:
+        """Idempotent; ends every job, and says which are still stuck."""
+        return self._lanes.close(timeout)
+
+    def _report_fatal(self, cause: BaseException) -> None:
+        self._stats.failure(f"{self.role}_thread_failed", f"thread kv-{self.role} ended", cause=cause)
+        if self.on_fatal is not None:
+            self.on_fatal(cause)
+
+
+class KVCacheTransferThread(TransferThread, ABC):
+    """Jobs in order, a few at once. Subclasses say in ``_handle_request`` what a job does."""
 
     def submit(self, job: TransferJob, deadline: Deadline) -> Ticket:
         """Queue ``job``; one that can't be served any more ends at once as failed, with the reason as its cause."""
@@ -102,17 +120,10 @@ class KVCacheTransferThread(ABC):
             self._stats.failure(f"{self.role}_failed", result.describe(), [ticket.job.req_id], result.cause)
         return result
 
-    def expire(self) -> None:
-        """End the jobs whose deadline has passed."""
-        self._lanes.expire()
-
-    def close(self, timeout: float) -> list[str]:
-        """Idempotent; ends every job, and says which are still stuck."""
-        return self._lanes.close(timeout)
+    def wait_for_any(self, tickets: Sequence[Ticket], timeout: float) -> None:
+        """Return when one of ``tickets`` has ended, or after ``timeout`` seconds."""
+        self._lanes.wait_until(lambda: not tickets or any(ticket.ended for ticket in tickets), timeout)
 
     @abstractmethod
     def _handle_request(self, job: TransferJob, fence: Fence) -> JobResult:
         """Do the job on one of the lanes."""
-
-    def _report_fatal(self, cause: BaseException) -> None:
-        self._stats.failure(f"{self.role}_thread_failed", f"thread kv-{self.role} ended", cause=cause)

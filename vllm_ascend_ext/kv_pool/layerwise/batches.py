@@ -1,0 +1,112 @@
+"""Addresses of one layer of many blocks, on the device and in the store, as arrays; must never know requests or keys.
+
+A block's value in the store is its segments in layer order, as ``layout.BlockLayout`` has them; with checksums, one
+digest per layer follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_ascend_ext.kv_pool.checksum import DIGEST_BYTES
+from vllm_ascend_ext.kv_pool.errors import ConfigError
+from vllm_ascend_ext.kv_pool.layout import BlockLayout, IntArray
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The layers in the order of the forward pass.
+
+    ``places[l]``: group of layer l and its number in that group. ``previous[l]``: the last layer before it that is kept
+    in the same device buffer, or None where a layer has a buffer of its own.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    previous: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, layouts: Sequence[BlockLayout], places: Sequence[tuple[int, int]] | None = None) -> LayerPlan:
+        """The plan of ``layouts``; without ``places`` one group follows the other. ConfigError if they don't fit."""
+        all_places = [(group, layer) for group, layout in enumerate(layouts) for layer in range(layout.num_layers)]
+        order = all_places if places is None else [(group, layer) for group, layer in places]
+        if sorted(order) != all_places:
+            raise ConfigError(f"places={list(order)}: each layer of {all_places} is needed exactly once")
+        owner: dict[tuple[int, tuple[int, ...]], int] = {}
+        previous: list[int | None] = []
+        for number, (group, layer) in enumerate(order):
+            layout = layouts[group]
+            buffer = group, tuple(layout.base[layer * layout.per_layer : (layer + 1) * layout.per_layer])
+            previous.append(owner.get(buffer))
+            owner[buffer] = number
+        return cls(tuple(order), tuple(previous))
+
+    @property
+    def shares_buffers(self) -> bool:
+        return any(layer is not None for layer in self.previous)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """(pieces, blocks) arrays: where each piece of each block lies in the store, on the device, and its bytes.
+
+    Pieces come first because numpy is several times faster along a long last axis.
+    """
+
+    gvas: IntArray
+    addrs: IntArray
+    sizes: IntArray
+
+    @property
+    def blocks(self) -> int:
+        return int(self.gvas.shape[1])
+
+    def with_piece(self, gvas: IntArray, addrs: IntArray, size: int) -> Ranges:
+        """One more piece of ``size`` bytes for each block."""
+        sizes = np.full((1, self.blocks), size, dtype=np.int64)
+        return Ranges(np.vstack((self.gvas, gvas)), np.vstack((self.addrs, addrs)), np.vstack((self.sizes, sizes)))
+
+    def flat(self, start: int, stop: int, max_bytes: int | None) -> tuple[IntArray, IntArray, IntArray]:
+        """Blocks ``start`` to ``stop`` as flat arrays, one entry per piece, none longer than ``max_bytes``."""
+        part = slice(start, stop)
+        flat = self.gvas[:, part].ravel(), self.addrs[:, part].ravel(), self.sizes[:, part].ravel()
+        return flat if max_bytes is None else _split(*flat, max_bytes)
+
+
+class LayerBatchBuilder:
+    """One group's addresses, layer by layer. ``digests``: a digest per layer stands behind the block's bytes."""
+
+    def __init__(self, layout: BlockLayout, *, digests: bool = False) -> None:
+        self.layout = layout
+        self.value_bytes = layout.block_bytes + (DIGEST_BYTES * layout.num_layers if digests else 0)
+        layers = (layout.num_layers, layout.per_layer, 1)
+        lengths = np.asarray(layout.length, dtype=np.int64)
+        self._base = np.asarray(layout.base, dtype=np.int64).reshape(layers)
+        self._stride = np.asarray(layout.stride, dtype=np.int64).reshape(layers)
+        self._length = lengths.reshape(layers)
+        self._offset = (np.cumsum(lengths) - lengths).reshape(layers)
+
+    def build(self, layer: int, block_ids: IntArray, gvas: IntArray) -> Ranges:
+        """The ranges of ``layer`` of the blocks ``block_ids``, whose values begin at ``gvas``; both (n,)."""
+        addrs = block_ids * self._stride[layer] + self._base[layer]
+        return Ranges(gvas + self._offset[layer], addrs, np.broadcast_to(self._length[layer], addrs.shape))
+
+    def digest_gvas(self, layer: int, gvas: IntArray) -> IntArray:
+        """(n,): where each block's digest of ``layer`` lies in the store."""
+        return gvas + (self.layout.block_bytes + DIGEST_BYTES * layer)
+
+
+def _split(gvas: IntArray, addrs: IntArray, sizes: IntArray, limit: int) -> tuple[IntArray, IntArray, IntArray]:
+    """The same bytes in pieces of at most ``limit``."""
+    pieces = -(-sizes // limit)
+    total = int(pieces.sum())
+    if total == len(sizes):
+        return gvas, addrs, sizes
+    source = np.repeat(np.arange(len(sizes)), pieces)
+    skipped = (np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
+    return gvas[source] + skipped, addrs[source] + skipped, np.minimum(sizes[source] - skipped, limit)

@@ -1,0 +1,296 @@
+"""Leases and open writes: each is taken in one place and given back in the same; must never know layers or devices.
+
+Both are context managers. Whatever happens inside, on leaving it every lease is given back once, and every key that was
+allocated is finished once: with 0 if its bytes are there and it may be published, else with the first code that it
+failed with. Nothing is remembered of a key afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from vllm_ascend_ext.kv_pool.backend.gva_client import UNKNOWN_CODE, GvaClient
+from vllm_ascend_ext.kv_pool.clock import Clock
+from vllm_ascend_ext.kv_pool.errors import Status
+from vllm_ascend_ext.kv_pool.layerwise.step import BlockRows, LayerLoad, LayerSave
+from vllm_ascend_ext.kv_pool.layout import IntArray
+from vllm_ascend_ext.kv_pool.observe import Stats
+
+
+@dataclass
+class _Held:
+    holders: int = 0
+    taken: int = 0  # leases taken from the store for it
+    until: float = 0.0
+
+
+class LeaseBook:
+    """The leases of one rank. Loads that share a key share its lease, and none takes it away from another.
+
+    ``acquired`` and ``released`` count each key's leases since the start, those included that the store may have given
+    although its answer can't be read; they are equal when nothing is being loaded.
+    """
+
+    def __init__(self, client: GvaClient, ttl: float, needed: float, clock: Clock, stats: Stats) -> None:
+        """``ttl``: seconds of a lease; one with less than ``needed`` seconds left is taken anew."""
+        self.acquired: Counter[str] = Counter()
+        self.released: Counter[str] = Counter()
+        self._client = client
+        self._ttl = ttl
+        self._needed = needed
+        self._clock = clock
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+
+    def borrow(self) -> Leases:
+        """Leases for one load, given back when it is left."""
+        return Leases(self)
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def take(self, keys: Sequence[str]) -> list[tuple[Status, float]]:
+        """Hold each of the (distinct) ``keys``: its status, and until when the lease is good."""
+        now = self.now()
+        with self._lock:
+            for key in keys:
+                self._held.setdefault(key, _Held()).holders += 1
+            fresh = [key for key in keys if self._held[key].until < now + self._needed]
+        try:
+            answer = self._client.add_lease(fresh, self._ttl)
+        except BaseException:
+            self.give_back(keys)
+            raise
+        taken = dict(zip(fresh, answer.statuses, strict=True))
+        with self._lock:
+            for key, status, unsure in zip(fresh, answer.statuses, answer.unsure, strict=True):
+                held = self._held[key]
+                if status is Status.OK:
+                    held.until = now + self._ttl
+                if status is Status.OK or unsure:
+                    held.taken += 1
+                    self.acquired[key] += 1
+            until = {key: self._held[key].until for key in keys}
+        self.give_back(key for key, status in taken.items() if status is not Status.OK)
+        return [(taken.get(key, Status.OK), until[key]) for key in keys]
+
+    def give_back(self, keys: Iterable[str]) -> None:
+        """Let go of each of ``keys``; the last holder gives its leases back to the store."""
+        gone: list[str] = []
+        with self._lock:
+            for key in keys:
+                held = self._held[key]
+                held.holders -= 1
+                if not held.holders:
+                    gone += [key] * held.taken
+                    del self._held[key]
+            self.released.update(gone)
+        answer = self._client.remove_lease(gone)
+        if not answer.ok:  # never again: it could take away a lease that somebody has taken since
+            self._stats.failure("lease_release_failed", f"{len(gone)} leases run out by themselves", (), answer.cause)
+
+
+class Leases:
+    """The leases of one load."""
+
+    def __init__(self, book: LeaseBook) -> None:
+        self._book = book
+        self._keys: set[str] = set()
+        self._until = float("inf")
+
+    @property
+    def expired(self) -> bool:
+        """Some lease may have run out: what was read since can't be trusted."""
+        return self._book.now() >= self._until
+
+    def take(self, keys: Sequence[str]) -> list[Status]:
+        """A lease for each key; one that this load holds already is OK."""
+        fresh = list(dict.fromkeys(key for key in keys if key not in self._keys))
+        taken: dict[str, Status] = {}
+        for key, (status, until) in zip(fresh, self._book.take(fresh) if fresh else (), strict=True):
+            taken[key] = status
+            if status is Status.OK:
+                self._keys.add(key)
+                self._until = min(self._until, until)
+        return [taken.get(key, Status.OK) for key in keys]
+
+    def __enter__(self) -> Leases:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        keys, self._keys = self._keys, set()
+        if keys:
+            self._book.give_back(keys)
+
+
+def prepare_load(load: LayerLoad, leases: Leases, client: GvaClient, sizes: Sequence[int], *, confirm: bool) -> None:
+    """Find each block's address under a lease, request by request; a block without one has failed.
+
+    ``sizes``: bytes of a value, per group. ``confirm``: ask again once the lease is held, for before it the value may
+    have been evicted and saved anew somewhere else (needless where digests tell wrong bytes from right ones).
+    """
+    for job in range(len(load.jobs)):
+        for rows, span in load.parts(job):
+            if load.as_one and load.failed:
+                return
+            keys = rows.keys[span]
+            found = client.locate(keys, sizes[rows.group])
+            _fail(load, rows, span, found.statuses, found.cause)
+            good = _good(rows, span)
+            leased = leases.take([rows.keys[row] for row in good.tolist()])
+            _fail(load, rows, good, leased, None)
+            rows.gvas[span] = found.gvas
+            good = _good(rows, span)
+            if confirm and good.size:
+                again = client.locate([rows.keys[row] for row in good.tolist()], sizes[rows.group])
+                moved = [
+                    Status.MISSING if status is Status.OK and there != here else status
+                    for status, there, here in zip(
+                        again.statuses, again.gvas.tolist(), rows.gvas[good].tolist(), strict=True
+                    )
+                ]
+                _fail(load, rows, good, moved, again.cause)
+
+
+def _good(rows: BlockRows, span: slice) -> IntArray:
+    good: IntArray = np.flatnonzero(rows.statuses[span] == Status.OK) + span.start
+    return good
+
+
+def _fail(
+    load: LayerLoad | LayerSave,
+    rows: BlockRows,
+    at: IntArray | slice,
+    statuses: Sequence[Status],
+    cause: BaseException | None,
+) -> None:
+    load.fail(rows, at, np.asarray(statuses, dtype=np.int64), cause=cause)
+
+
+class WriteBook:
+    """Keys whose writes this rank has open, so that a step never opens what a stuck one hasn't given up yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[str] = set()
+
+    def claim(self, key: str) -> bool:
+        """Whether ``key`` was free; it is not any more then."""
+        with self._lock:
+            if key in self._open:
+                return False
+            self._open.add(key)
+            return True
+
+    def release(self, keys: Iterable[str]) -> None:
+        with self._lock:
+            self._open.difference_update(keys)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._open
+
+
+class OpenWrites:
+    """The writes that one save has open, request by request."""
+
+    def __init__(self, client: GvaClient, book: WriteBook, stats: Stats) -> None:
+        self._client = client
+        self._book = book
+        self._stats = stats
+        self._writer: dict[str, tuple[BlockRows, int]] = {}  # of each key, the row that writes it
+        self._per_job: list[list[str]] = []
+
+    def open(self, save: LayerSave, sizes: Sequence[int]) -> None:
+        """A write for each block that the store doesn't have; ``sizes``: bytes of a value, per group.
+
+        A request of which a call failed as a whole is rolled back at once, in all groups.
+        """
+        for job in range(len(save.jobs)):
+            opened: list[str] = []
+            self._per_job.append(opened)
+            if not all(self._open_part(save, rows, span, sizes[rows.group], opened) for rows, span in save.parts(job)):
+                save.drop(job, Status.FAILED)
+                self._finish(opened)
+
+    def publish(self, save: LayerSave) -> None:
+        """Finish every write: a block that is complete is in the store from here on."""
+        for opened in self._per_job:
+            self._finish(opened, save)
+
+    def __enter__(self) -> OpenWrites:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for opened in self._per_job:
+            self._finish(opened)
+
+    def _open_part(self, save: LayerSave, rows: BlockRows, span: slice, size: int, opened: list[str]) -> bool:
+        """Whether the store could be asked at all."""
+        asked = [row for row in range(span.start, span.stop) if not rows.idle[row]]
+        present = self._client.exists([rows.keys[row] for row in asked])
+        mine: list[int] = []
+        for row, status in zip(asked, present.statuses, strict=True):
+            if status is Status.MISSING and self._book.claim(rows.keys[row]):
+                mine.append(row)
+                continue
+            rows.idle[row] = True
+            rows.done[row] = status is Status.OK
+            reason = Status.REFUSED if status is Status.MISSING else status  # a stuck save has it open
+            save.fail(rows, slice(row, row + 1), reason, cause=present.cause)
+        if present.cause is not None or not mine:
+            return present.cause is None
+        keys = [rows.keys[row] for row in mine]
+        self._writer.update((key, (rows, row)) for key, row in zip(keys, mine, strict=True))
+        opened += keys
+        allocated = self._client.alloc(keys, size)
+        at = np.asarray(mine, dtype=np.int64)
+        rows.gvas[at] = allocated.gvas
+        _fail(save, rows, at, allocated.statuses, allocated.cause)
+        closed = {
+            key
+            for key, gva, unsure in zip(keys, allocated.gvas.tolist(), allocated.unsure, strict=True)
+            if gva <= 0 and not unsure
+        }
+        opened[:] = [key for key in opened if key not in closed]
+        self._book.release(closed)
+        return allocated.cause is None
+
+    def _finish(self, opened: list[str], save: LayerSave | None = None) -> None:
+        """Finish each of ``opened`` once: published if ``save`` allows it and its row is complete, else dropped."""
+        keys, opened[:] = list(opened), []
+        if not keys:
+            return
+        rows = [self._writer[key] for key in keys]
+        codes = [_code(row, at, publish=save is not None) for row, at in rows]
+        answer = self._client.finish(keys, codes)
+        if save is not None:
+            for (row, at), code, status in zip(rows, codes, answer.statuses, strict=True):
+                row.done[at] = row.stored[at] = code == 0 and status is Status.OK
+                if code == 0:
+                    save.fail(row, slice(at, at + 1), status, cause=answer.cause)
+        self._drop_unpublished([keys[at] for at in answer.failed()], answer.cause)
+        self._book.release(keys)
+
+    def _drop_unpublished(self, keys: list[str], cause: BaseException | None) -> None:
+        """The engine didn't do as it was told with these: drop those that it has not published."""
+        if not keys:
+            return
+        self._stats.failure("write_finish_failed", f"{len(keys)} writes", (), cause)
+        present = self._client.exists(keys)
+        open_still = [key for key, status in zip(keys, present.statuses, strict=True) if status is Status.MISSING]
+        self._client.finish(open_still, [UNKNOWN_CODE] * len(open_still))
+
+
+def _code(rows: BlockRows, row: int, *, publish: bool) -> int:
+    """What the engine is told of a write: 0 to publish it, else the first code that it failed with."""
+    if publish and rows.statuses[row] == Status.OK:
+        return 0
+    return int(rows.codes[row]) or UNKNOWN_CODE

@@ -1,0 +1,53 @@
+"""From a step's orders to transfer jobs: which blocks of which group, under which keys; must never know addresses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_ascend_ext.kv_pool.coordinator import AscendStoreCoordinator
+from vllm_ascend_ext.kv_pool.groups import PoolSetup
+from vllm_ascend_ext.kv_pool.requests import ReqMeta
+from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
+from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, TransferJob
+
+
+class Orders:
+    """Reads one rank's share out of what the scheduler ordered."""
+
+    def __init__(self, setup: PoolSetup, database: ChunkedTokenDatabase) -> None:
+        self._setup = setup
+        self._database = database
+        self._coordinator = AscendStoreCoordinator(setup)
+
+    def load_job(self, request: ReqMeta) -> TransferJob:
+        """The blocks that the request's load needs."""
+        load = request.load
+        assert load is not None
+        parts = []
+        for group, table in enumerate(request.block_ids):
+            indices = self._coordinator.load_blocks(group, load.vllm_cached_tokens, load.pool_cached_tokens)
+            keys = self._database.keys(group, request.block_hashes, indices)
+            parts.append(GroupBlocks(group, indices, table[indices], keys))
+        return TransferJob(load.job_id, request.req_id, tuple(parts))
+
+    def whole_load(self, request: ReqMeta) -> TransferJob:
+        """All blocks that the load could have meant, for orders that make no sense."""
+        assert request.load is not None
+        parts = []
+        for group, table in enumerate(request.block_ids):
+            first = request.load.vllm_cached_tokens // self._setup.groups[group].block_size
+            indices = np.arange(first, len(table), dtype=np.int64)
+            parts.append(GroupBlocks(group, indices, table[indices], [""] * len(indices)))
+        return TransferJob(request.load.job_id, request.req_id, tuple(parts))
+
+    def save_job(self, request: ReqMeta) -> TransferJob:
+        """The blocks that this rank saves for the request."""
+        save = request.save
+        assert save is not None
+        parts = []
+        for group, table in enumerate(request.block_ids):
+            indices = self._coordinator.store_blocks(group, save.start_token, save.end_token, table)
+            indices = self._database.own_share(indices)
+            keys = self._database.keys(group, request.block_hashes, indices)
+            parts.append(GroupBlocks(group, indices, table[indices], keys))
+        return TransferJob(save.job_id, request.req_id, tuple(parts))
