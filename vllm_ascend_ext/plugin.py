@@ -51,6 +51,7 @@ class State(Enum):
     WOULD_BE = "would be replaced"
     OFF = "off"
     DIFFERS = "left alone: its signature is another"
+    FAILED = "left alone: its replacement can't be had"
     ABSENT = "not there"
 
 
@@ -78,9 +79,9 @@ def register_connector() -> None:
 def register_kernels() -> list[Outcome]:
     """Entry point: replace what VLLM_ASCEND_EXT_KERNELS names; one warning names what could not be."""
     outcomes = apply(asked_for(os.environ.get(SWITCH, "")))
-    differing = [f"{o.patch.where}: {o.detail}" for o in outcomes if o.state is State.DIFFERS]
-    if differing:
-        logger.warning("%s: left in place, for they are not as expected: %s", SWITCH, "; ".join(differing))
+    left = [f"{o.patch.where}: {o.detail}" for o in outcomes if o.state in (State.DIFFERS, State.FAILED)]
+    if left:
+        logger.warning("%s: left in place, for they are not as expected: %s", SWITCH, "; ".join(left))
     return outcomes
 
 
@@ -120,7 +121,10 @@ def _apply(patch: Patch, really: bool) -> Outcome:
     places = tuple(_holders(original))
     if not really:
         return Outcome(patch, State.WOULD_BE, places)
-    replacement = patch.make(original)
+    try:
+        replacement = patch.make(original)
+    except Exception as cause:
+        return Outcome(patch, State.FAILED, detail=f"{type(cause).__name__}: {cause}")
     replacement._vllm_ascend_ext = patch.name  # type: ignore[attr-defined]  # the mark by which it is known again
     for place in places:
         for name in _names_of(sys.modules[place], original):

@@ -102,13 +102,26 @@ class Launcher:
 
     def engine(self, config: EngineConfig, log: Path) -> Engine:
         """A new engine process; it is ready when the context that it makes is entered."""
+        return Engine(self._fork({"arguments": config.arguments(), "environment": config.environment}, log), log)
+
+    def script(self, text: str, log: Path, **environment: str) -> str:
+        """What a Python script prints in a process that has vLLM imported and no engine."""
+        connection = self._fork({"script": text, "environment": environment}, log)
+        connection.settimeout(ANSWER_SECONDS)
+        with connection, connection.makefile("r", encoding="utf-8") as lines:
+            answer = json.loads(lines.readline() or '{"error": "the process died"}')
+        if "error" in answer:
+            raise EngineError(f"script: {answer['error']}\n{log.read_text(errors='replace')[-2000:]}")
+        return str(answer["ok"])
+
+    def _fork(self, order: dict[str, Any], log: Path) -> socket.socket:
+        """The connection of a new process that carries out `order` and writes what it prints to `log`."""
         if self._control is None:
             self._control = self._start()
-        order = {"arguments": config.arguments(), "environment": config.environment}
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as output:
             socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno(), output.fileno()])
-        return Engine(ours, log)
+        return ours
 
     def close(self) -> None:
         if self._process is not None and self._control is not None:

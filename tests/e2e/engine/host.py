@@ -8,8 +8,10 @@ the connector's two halves and put faults in.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import signal
@@ -161,8 +163,20 @@ def obey(connection: socket.socket, arguments: dict[str, Any]) -> None:
             return
 
 
+def run_script(connection: socket.socket, script: str) -> None:
+    """Run a script in this process, and answer what it printed or how it failed."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(script, "script", "exec"), {"__name__": "script"})
+        text = {"ok": printed.getvalue()}
+    except Exception:
+        text = {"error": traceback.format_exc()}
+    connection.sendall(json.dumps(text).encode() + b"\n")
+
+
 def fork_engines(control: socket.socket) -> None:
-    """One engine process per line of `control`; the line comes with the descriptors of its connection and its log."""
+    """One process per message of `control`, which comes with the descriptors of its connection and its log."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
     while True:
         line, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 2)
@@ -178,7 +192,10 @@ def fork_engines(control: socket.socket) -> None:
             os.dup2(log, 2)
             os.close(log)
             os.environ.update(order["environment"])
-            obey(socket.socket(fileno=connection), order["arguments"])
+            if "script" in order:
+                run_script(socket.socket(fileno=connection), order["script"])
+            else:
+                obey(socket.socket(fileno=connection), order["arguments"])
             sys.exit(0)
         for descriptor in descriptors:
             os.close(descriptor)

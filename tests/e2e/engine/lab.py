@@ -95,7 +95,7 @@ class Lab:
         self.extra = extra
         self.pool = f"engine-tier-{folder.name}-{next(_numbers)}"
         self._launcher = launcher
-        self._folder = folder
+        self.folder = folder
         self._stack = ExitStack()
         self._sockets = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pool-"))
         keeper = LocalBackend(self.pool, POOL_BYTES)
@@ -126,7 +126,7 @@ class Lab:
     ) -> Iterator[Engine]:
         """One more engine on this pool. `extra` goes to the connector, `options` to vLLM."""
         config = self.machine.config(self.transfer(policy, **extra), **(options or {}))
-        with self._launcher.engine(config, self._folder / f"engine-{next(_numbers)}.log") as engine:
+        with self._launcher.engine(config, self.folder / f"engine-{next(_numbers)}.log") as engine:
             yield engine
 
     def check(self, engine: Engine, requests: Sequence[Request], run: Run) -> None:
