@@ -135,6 +135,7 @@ class _Case:
                 self.session.end()
                 watchdog.give_up([thread for thread in self.leaks.new_threads() if not join(thread, 0.2)])
                 raise
+        self.leaks.ledgers.clear()  # a ledger that refers to the run would keep the objects under test in a cycle
         self.seen.seconds = time.monotonic() - started
         return self.seen
 

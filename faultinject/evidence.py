@@ -43,6 +43,17 @@ class ThreadDeath:
     traceback: str
 
 
+def _reduce_to_text(record: logging.LogRecord) -> None:
+    """Handlers that keep records (caplog does) would pin arguments and frames, and with them sockets and threads."""
+    if isinstance(record.exc_info, tuple) and record.exc_info[0] is not None:
+        record.exc_text = record.exc_text or _formatter.formatException(record.exc_info)
+        record.exc_info = None
+    try:
+        record.msg, record.args = record.getMessage(), None
+    except Exception:  # a wrong format string is reported by the handlers, as always
+        return
+
+
 class Evidence:
     """Collects, between `install` and `remove`, what a bystander could notice.
 
@@ -71,12 +82,9 @@ class Evidence:
         original = logging.Logger.callHandlers
 
         def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
-            if record.exc_info and isinstance(record.exc_info, tuple):
-                # Handlers that keep records (caplog does) would pin the frames, and with them sockets and threads.
-                record.exc_text = record.exc_text or _formatter.formatException(record.exc_info)
-                record.exc_info = None
+            _reduce_to_text(record)
             if record.levelno >= logging.ERROR and threading.current_thread() not in self._strangers:
-                self.errors.append(ErrorRecord(record.name, record.getMessage()))
+                self.errors.append(ErrorRecord(record.name, str(record.msg)))
             original(logger, record)
 
         logging.Logger.callHandlers = call_handlers  # type: ignore[assignment,method-assign]  # a plain function works

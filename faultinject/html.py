@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from faultinject.judge import BROKEN, OUTCOMES
+from faultinject.judge import BROKEN, OUTCOMES, WORST_FIRST
 
 _STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #1c2330; --soft: #f2f4f8; --line: #c9d0dc; --mute: #6b7587;
@@ -30,7 +30,9 @@ h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: separate; border-spacing: 3px; font-size: 13px }
 th { text-align: left; font-weight: 600; padding: .25rem .5rem; white-space: nowrap }
 thead th { vertical-align: bottom }
-td { border-radius: 5px; padding: .25rem .5rem; text-align: center; min-width: 3.6rem; background: var(--soft) }
+th.action { text-align: center }
+th.action span { writing-mode: vertical-rl; transform: rotate(180deg) }
+td { border-radius: 5px; padding: .25rem .5rem; text-align: center; min-width: 2.2rem; background: var(--soft) }
 td.c { color: #fff }
 td.none { color: var(--line); background: none }
 td.bad { background: var(--bad); color: #fff; font-weight: 600 }
@@ -39,6 +41,7 @@ tr.unreached th { color: var(--bad) }
 code { font: 12px ui-monospace, monospace; background: var(--soft); padding: .1rem .3rem; border-radius: 4px;
   user-select: all; overflow-wrap: anywhere }
 li { margin: .35rem 0 }
+summary { cursor: pointer; margin: .4rem 0 }
 .tag { color: #fff; background: var(--bad); border-radius: 4px; padding: 0 .4rem; font-size: 12px }
 .tag.ok { background: var(--mute) }
 """
@@ -70,7 +73,7 @@ def _tile(outcome: str, count: int) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     actions = list(dict.fromkeys(action for row in rows for action in row["cells"]))
-    head = "".join(f"<th>{escape(action)}</th>" for action in actions)
+    head = "".join(f'<th class="action"><span>{escape(action)}</span></th>' for action in actions)
     body = "".join(_row(row, actions) for row in rows)
     return f"<table><thead><tr><th>site</th><th>hits</th>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -92,7 +95,7 @@ def _cell(cell: dict[str, int] | None) -> str:
     words = ", ".join(f"{cell[outcome]} {outcome}" for outcome in OUTCOMES if cell[outcome])
     tip = f"{words}; {cell['ordinals']} ordinals"
     if broken:
-        worst = next(outcome for outcome in ("hang", "wrong_data", "leak", "swallowed") if cell[outcome])
+        worst = next(outcome for outcome in WORST_FIRST if cell[outcome])
         return f'<td class="bad" title="{tip}">{broken} / {total}<small>{worst.replace("_", " ")}</small></td>'
     share = round(100 * cell["contained"] / total)
     colour = f"linear-gradient(90deg,var(--good) {share}%,var(--fine) {share}%)"
@@ -102,14 +105,18 @@ def _cell(cell: dict[str, int] | None) -> str:
 def _broken(broken: list[dict[str, Any]]) -> str:
     if not broken:
         return ""
-    items = "".join(map(_entry, broken))
-    return f"<h2>Broken</h2><p class=mute>Replay one with <code>pytest --fault-replay TOKEN</code></p><ul>{items}</ul>"
+    groups: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
+    for entry in broken:
+        groups.setdefault((entry["outcome"], entry["token"].partition(":")[0], entry["waived"]), []).append(entry)
+    body = "".join(_group(*key, entries) for key, entries in groups.items())
+    return f"<h2>Broken</h2><p class=mute>Replay one with <code>pytest --fault-replay TOKEN</code></p>{body}"
 
 
-def _entry(entry: dict[str, Any]) -> str:
-    tag, word = ("tag ok", f"{entry['outcome']} (waived)") if entry["waived"] else ("tag", entry["outcome"])
-    token, reason = escape(entry["token"]), escape(entry["reason"])
-    return f'<li><span class="{tag}">{word}</span> <code>{token}</code><br>{reason}</li>'
+def _group(outcome: str, scenario: str, waived: bool, entries: list[dict[str, Any]]) -> str:
+    tag, word = ("tag ok", f"{outcome} (waived)") if waived else ("tag", outcome)
+    lines = "".join(f"<li><code>{escape(entry['token'])}</code><br>{escape(entry['reason'])}</li>" for entry in entries)
+    summary = f'<span class="{tag}">{word.replace("_", " ")}</span> {escape(scenario)}: {len(entries)}'
+    return f"<details{' open' * (len(entries) <= 4)}><summary>{summary}</summary><ul>{lines}</ul></details>"
 
 
 def _notes(matrix: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ from typing import Any, Final
 from faultinject.errors import FaultInjectError
 
 OUTCOMES: Final = ("contained", "surfaced", "hang", "leak", "swallowed", "wrong_data")
-BROKEN: Final = frozenset({"hang", "leak", "swallowed", "wrong_data"})
+WORST_FIRST: Final = ("hang", "wrong_data", "leak", "swallowed", "surfaced", "contained")
+BROKEN: Final = frozenset(WORST_FIRST[:4])
 
 
 @dataclass

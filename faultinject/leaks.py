@@ -37,7 +37,8 @@ def open_descriptors() -> dict[int, str]:
         return found
     for name in os.listdir(_FD_DIR):
         try:
-            found[int(name)] = os.readlink(f"{_FD_DIR}/{name}")
+            # A file that is unlinked while it is open stays the same file.
+            found[int(name)] = os.readlink(f"{_FD_DIR}/{name}").removesuffix(" (deleted)")
         except OSError:  # the listing's own descriptor, or one closed meanwhile
             continue
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from faultinject.explore import Exploration
-from faultinject.judge import BROKEN, OUTCOMES
+from faultinject.judge import BROKEN, OUTCOMES, WORST_FIRST
 
 
 def summarize(found: Exploration) -> dict[str, Any]:
@@ -93,10 +93,9 @@ class Matrix:
 
     @property
     def broken(self) -> list[dict[str, Any]]:
-        """Broken injections, waived ones included, in the order of their tokens."""
-        return [
-            self.injections[token] for token in sorted(self.injections) if self.injections[token]["outcome"] in BROKEN
-        ]
+        """Broken injections, waived ones included, the worst outcome first, then in the order of their tokens."""
+        broken = [injection for injection in self.injections.values() if injection["outcome"] in BROKEN]
+        return sorted(broken, key=lambda injection: (WORST_FIRST.index(injection["outcome"]), injection["token"]))
 
     @property
     def unreached(self) -> list[str]:

@@ -24,6 +24,7 @@ from faultinject.scenario import Scenario
 _FOUND = pytest.StashKey[dict[str, Any]]()
 _DEFAULT_MATRIX = "build/fault-matrix.json"
 _SHOWN = 30  # broken injections in the terminal summary
+_CAPTURED = 60  # lines of captured output with a failed item
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -151,6 +152,8 @@ class _Plugin:
             report.__dict__["faultinject"] = item.stash[_FOUND]  # plain data: xdist carries it to the controller
         if call.excinfo is not None and isinstance(call.excinfo.value, BrokenInjections | FaultInjectError):
             report.longrepr = f"{type(call.excinfo.value).__name__}: {call.excinfo.value}"
+        if self.token is None:
+            report.sections = [(name, _shortened(content)) for name, content in report.sections]
         return report
 
     # ---------------------------------------------------------------------------------------------------------- results
@@ -207,6 +210,13 @@ def scenario_of(item: pytest.Item) -> Scenario:
 
 def site_of(item: pytest.Item) -> str:
     return str(item.callspec.params["run"])  # type: ignore[attr-defined]
+
+
+def _shortened(captured: str) -> str:
+    """The end of what hundreds of injections printed and logged; a replay shows what belongs to one."""
+    lines = captured.splitlines(keepends=True)
+    left_out = len(lines) - _CAPTURED
+    return captured if left_out <= 0 else f"[{left_out} lines left out]\n" + "".join(lines[left_out:])
 
 
 def _print_replay(found: Exploration, seen: Observation) -> None:

@@ -337,6 +337,19 @@ def test_data(run):
     result.stdout.fnmatch_lines(["wrong_data * data:store.put:main:1:drop:transient *assert None == *"])
 
 
+def test_what_hundreds_of_injections_printed_is_cut_and_a_replay_shows_it(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_it=BROKEN.replace(
+            "    try:\n        store", '    print("line\\n" * 50 + str(run.session.plan))\n    try:\n        store'
+        )
+    )
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["[[]450 lines left out[]]"])
+    result = pytester.runpytest_inprocess("--fault-replay", "save:store.put:main:1:drop:transient")
+    result.stdout.no_fnmatch_line("*lines left out*")
+
+
 def test_the_run_fixture_is_for_scenarios_only(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it="def test_it(run): pass")
     result = pytester.runpytest_inprocess()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -180,6 +181,21 @@ def test_a_logged_traceback_keeps_its_text_but_no_frames(caplog: pytest.LogCaptu
     assert record.exc_info is None
     assert "ValueError: some text" in (record.exc_text or "")
     assert "ValueError: some text" in caplog.text
+
+
+def test_a_logged_object_is_not_kept_alive_by_the_record(caplog: pytest.LogCaptureFixture) -> None:
+    class Thing:
+        def __str__(self) -> str:
+            return "a thing"
+
+    thing = Thing()
+    alive = weakref.ref(thing)
+    with fi.Session() as session:
+        logging.getLogger("faultinject_test").error("lost %s", thing)
+    del thing
+    assert alive() is None
+    assert caplog.messages == ["lost a thing"]
+    assert [str(record) for record in session.evidence.errors] == ["faultinject_test: lost a thing"]
 
 
 def test_a_killed_thread_makes_no_noise(capfd: pytest.CaptureFixture[str]) -> None:
