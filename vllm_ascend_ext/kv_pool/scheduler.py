@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from vllm_ascend_ext.kv_pool.errors import BadAnswer
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.layout import IntArray
 from vllm_ascend_ext.kv_pool.observe import Stats
@@ -71,6 +72,8 @@ class KVPoolScheduler:
         self.stats.count("lookups")
         try:
             hit = self._lookup.lookup(wanted, hashes, self._group_ids, num_computed_tokens)
+            if hit % self._setup.granularity:
+                raise BadAnswer(f"a hit of {hit} tokens ends inside a block")
         except Exception as cause:
             self.stats.failure("lookup_failed", "no hit is assumed", [request.request_id], cause)
             return 0, False
@@ -94,8 +97,7 @@ class KVPoolScheduler:
         load = LoadSpec(next(self._job_ids), start, start + num_external_tokens, self._setup.load_async)
         if tracker.load_job is not None:
             self._load_owner.pop(tracker.load_job, None)
-        tracker.load_job = load.job_id
-        self._load_owner[load.job_id] = request.request_id
+        self._own_load(tracker, load.job_id)
         self._loads.append(
             ReqMeta(
                 request.request_id,
@@ -113,6 +115,9 @@ class KVPoolScheduler:
             if (tracker := self._trackers.get(req_id)) is not None:
                 self._forget_jobs(tracker)
         loads, self._loads = self._loads, []
+        for meta in loads:  # a request may be preempted and resumed within one step: this load is its new life's
+            if meta.load is not None and (tracker := self._trackers.get(meta.req_id)) is not None:
+                self._own_load(tracker, meta.load.job_id)
         metas = {meta.req_id: meta for meta in loads}
         for scheduled in step.requests:
             save = self._save(scheduled)
@@ -205,9 +210,11 @@ class KVPoolScheduler:
 
     def _save(self, scheduled: ScheduledRequest) -> ReqMeta | None:
         tracker = self._trackers.get(scheduled.req_id)
-        if tracker is None or not self._setup.config.saves:
+        if tracker is None:
             return None
         tracker.block_ids = scheduled.block_ids
+        if not self._setup.config.saves:
+            return None
         if self._setup.load_async and tracker.load_job is not None:
             return None  # its blocks are still being written by the load
         request = tracker.request
@@ -270,7 +277,12 @@ class KVPoolScheduler:
         save = tracker.save_jobs.pop(job_id)
         complete = saved_until >= save.end_token
         tracker.save_failures = 0 if complete else tracker.save_failures + 1
-        tracker.saved_tokens = max(tracker.saved_tokens, self._setup.floor(saved_until))
+        if save.start_token <= tracker.saved_tokens:  # otherwise a failed load has moved the mark back meanwhile
+            tracker.saved_tokens = max(tracker.saved_tokens, self._setup.floor(saved_until))
+
+    def _own_load(self, tracker: RequestTracker, job_id: int) -> None:
+        tracker.load_job = job_id
+        self._load_owner[job_id] = tracker.request.request_id
 
     def _forget_jobs(self, tracker: RequestTracker) -> None:
         for job_id in tracker.save_jobs:
@@ -289,4 +301,5 @@ def _with_load(save: ReqMeta, load: ReqMeta | None) -> ReqMeta:
     """One entry for a request that both loads and saves in a step (synchronous loads only)."""
     if load is None:
         return save
-    return ReqMeta(save.req_id, save.block_ids, save.block_hashes, load.load, save.save, save.token_ids)
+    hashes = max(save.block_hashes, load.block_hashes, key=len)
+    return ReqMeta(save.req_id, save.block_ids, hashes, load.load, save.save, save.token_ids)
