@@ -120,11 +120,6 @@ class Matrix:
             if self.explored[waiver["scenario"]] >= self.hits[waiver["scenario"]].keys()
         ]
 
-    @property
-    def actions(self) -> list[str]:
-        """Columns: actions in the order in which they first came up."""
-        return list(dict.fromkeys(injection["action"] for injection in self.injections.values()))
-
     def sites(self) -> list[dict[str, Any]]:
         """One row per declared site: `hits` of the runs without faults, summed over scenarios, and cells by action."""
         names = dict.fromkeys(site for hits in self.hits.values() for site in hits)
@@ -178,36 +173,37 @@ def _count(outcomes: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-_SHORT = {
-    "contained": "c",
-    "surfaced": "s",
-    "hang": "HANG",
-    "leak": "LEAK",
-    "swallowed": "SWALLOWED",
-    "wrong_data": "WRONG",
-}
-
-
-def cell_text(cell: dict[str, int]) -> str:
-    """`4c 2s 1HANG`: how many contained, surfaced, and each kind of broken."""
-    return " ".join(f"{cell[outcome]}{_SHORT[outcome]}" for outcome in OUTCOMES if cell[outcome])
-
-
-def table(matrix: Matrix) -> list[str]:
-    """The matrix as lines of text: one block per site, its actions behind it."""
-    lines = []
-    rows = matrix.sites()
-    width = max((len(row["site"]) for row in rows), default=0)
-    wide = max((len(action) for action in matrix.actions), default=0)
-    for row in rows:
-        if not row["reached"]:
-            lines.append(f"{row['site']:<{width}}  never reached")
-            continue
-        first = f"{row['site']:<{width}}  "
+def table(matrix: Matrix, *, by_action: bool) -> list[str]:
+    """The matrix as lines of text: outcomes per site, or per site and action; zeros are left blank."""
+    columns = ["site", "action"] if by_action else ["site"]
+    lines: list[list[str]] = [[*columns, "ordinals", *(outcome.replace("_", " ") for outcome in OUTCOMES)]]
+    for row in matrix.sites():
         if not row["cells"]:
-            lines.append(f"{first}{row['hits']} hits, no injection")
-        for action, cell in row["cells"].items():
-            ordinals = f"{cell['ordinals']:>3} ordinal{'s' if cell['ordinals'] != 1 else ' '}"
-            lines.append(f"{first}{action:<{wide}}  {ordinals}  {cell_text(cell)}")
-            first = " " * (width + 2)
-    return lines
+            note = f"{row['hits']} hits, no injection" if row["reached"] else "never reached"
+            lines.append([f"{row['site']}  {note}"])
+        elif by_action:
+            lines += [[row["site"], action, *_numbers(cell)] for action, cell in row["cells"].items()]
+        else:
+            total = {key: sum(cell[key] for cell in row["cells"].values()) for key in OUTCOMES}
+            total["ordinals"] = max(cell["ordinals"] for cell in row["cells"].values())
+            lines.append([row["site"], *_numbers(total)])
+    return _aligned(lines, texts=len(columns))
+
+
+def _numbers(cell: dict[str, int]) -> list[str]:
+    return [str(cell[key] or "") for key in ("ordinals", *OUTCOMES)]
+
+
+def _aligned(lines: list[list[str]], texts: int) -> list[str]:
+    """Columns side by side, the first `texts` to the left, numbers to the right; a line of one cell stays as it is."""
+    full = [line for line in lines if len(line) > 1]
+    widths = [max(len(line[column]) for line in full) for column in range(len(full[0]))]
+    return [
+        line[0]
+        if len(line) == 1
+        else "  ".join(
+            cell.ljust(width) if column < texts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

@@ -192,7 +192,7 @@ class _Plugin:
         if not self.matrix.hits:
             return
         terminalreporter.section("fault matrix")
-        for line in matrix_module.table(self.matrix):
+        for line in matrix_module.table(self.matrix, by_action=self.config.get_verbosity() > 0):
             terminalreporter.line(line)
         for line in _footer(self.matrix, bool(self.config.getoption("--fault-fail-unreached"))):
             terminalreporter.line(line)

@@ -85,12 +85,26 @@ def test_one_item_per_scenario_and_site(pytester: pytest.Pytester) -> None:
             "test_it.py::test_save?store.undo? PASSED (2 injections)*",
             "test_it.py::test_other?store.put? PASSED (2 injections)*",
             "*fault matrix*",
-            "store.put * raise-OSError * 3 ordinals  6c",
-            "  * delay * 2 ordinals  4c",
-            "store.undo * kill * 1 ordinal   2s",
+            "site        action         ordinals  contained  surfaced  hang  leak  swallowed  wrong data",
+            "store.put   raise-OSError         3          6",
+            "store.put   delay                 2          4",
+            "store.undo  kill                  1                    2",
             "12 injections in 18 runs: 10 contained, 2 surfaced, 0 hang, 0 leak, 0 swallowed, 0 wrong_data",
             "written to *fault-matrix.json and fault-matrix.html",
         ]
+    )
+
+
+def test_without_v_the_summary_has_one_line_per_site(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it=GOOD)
+    result = pytester.runpytest_inprocess()
+    result.stdout.fnmatch_lines(
+        [
+            "site        ordinals  contained  surfaced  hang  leak  swallowed  wrong data",
+            "store.put          3         10",
+            "store.undo         1                    2",
+        ],
+        consecutive=True,
     )
 
 
