@@ -88,18 +88,25 @@ class WholeBlockPath:
         try:
             event = self._new_event()
             event.record()
-            for request in saves:
-                if self._outcomes.is_tainted(request):
-                    self._stats.count("saves_skipped_after_failed_load")
-                else:
-                    job = replace(self._orders.save_job(request), ready=event)
-                    tickets.append((request, self.sending.submit(job, deadline)))
         except Exception as cause:
-            self._stats.failure("save_failed", "before it was handed on", [r.req_id for r in saves], cause)
+            self._stats.failure("save_failed", "no device event", [request.req_id for request in saves], cause)
+        else:
+            tickets = [(r, ticket) for r in saves if (ticket := self._submit_save(r, event, deadline)) is not None]
         for request, ticket in tickets:
             self._outcomes.saved(request, self.sending.settle(ticket))
         for request in saves:
             self._outcomes.saved_nothing(request)
+
+    def _submit_save(self, request: ReqMeta, ready: device.Event, deadline: Deadline) -> Ticket | None:
+        """Begin to save a request's blocks; None if they can't be trusted, or if the orders make no sense."""
+        if self._outcomes.is_tainted(request):
+            self._stats.count("saves_skipped_after_failed_load")
+            return None
+        try:
+            return self.sending.submit(replace(self._orders.save_job(request), ready=ready), deadline)
+        except Exception as cause:
+            self._stats.failure("save_failed", "before it was handed on", [request.req_id], cause)
+            return None
 
     def close(self) -> None:
         """Nothing but the threads outlives a step."""
