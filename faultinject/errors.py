@@ -45,3 +45,7 @@ class ThreadKilled(BaseException):
 
 class Released(BaseException):
     """Raised in a thread that a session held blocked, once the case is over, so that the thread can end."""
+
+
+class Livelock(AssertionError):
+    """For scenarios to raise when work goes round and round without getting anywhere: judged as a hang."""

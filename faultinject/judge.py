@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from faultinject.errors import FaultInjectError
+from faultinject.errors import FaultInjectError, Livelock
 
 OUTCOMES: Final = ("contained", "surfaced", "hang", "leak", "swallowed", "wrong_data")
 WORST_FIRST: Final = ("hang", "wrong_data", "leak", "swallowed", "surfaced", "contained")
@@ -72,7 +72,9 @@ def judge(seen: Observation, laws: Laws, *, benign: bool = False, same_result: b
     problems: list[tuple[str, str]] = []
     if seen.hang:
         problems.append(("hang", seen.hang))
-    if seen.error is not None and laws.broken_by(seen.error):
+    if isinstance(seen.error, Livelock):
+        problems.append(("hang", _line(seen.error)))
+    elif seen.error is not None and laws.broken_by(seen.error):
         problems.append(("wrong_data", _line(seen.error)))
     if seen.leaks:
         problems.append(("leak", "; ".join(seen.leaks)))
