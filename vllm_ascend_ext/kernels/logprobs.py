@@ -1,0 +1,335 @@
+"""Log-probabilities and ranks of chosen tokens in one pass over the logits; must never know how tokens are sampled.
+
+A row is cut into pieces that are folded on different cores, so that one row keeps the whole chip busy. A piece holds
+``LANES`` running triples (maximum, sum of exponentials over it, number of logits at least the chosen one); a tile is
+folded into them lane by lane, which needs no exchange between threads, and half an exponential more at most. A second,
+tiny kernel combines the pieces of each row and looks the columns up; rows that are not cut need no second kernel.
+
+Single-pass softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import _checks, _launch
+from ._launch import Target, cdiv
+from ._triton import tl, triton
+from .reference import logprobs as reference
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Sizes of a launch; see docs/kernels.md for where they come from."""
+
+    #: Logits folded at a time, and the number of running triples they are folded into.
+    tile: int
+    lanes: int
+    #: Whether the last tile of a piece has code of its own, so that all others load without a mask.
+    tail_apart: bool
+    #: Columns looked up at a time; 1: one after the other, by the scalar unit.
+    columns: int
+    #: Most pieces of a row.
+    pieces: int
+    programs_per_core: int
+    num_warps: int
+
+
+def _setting(target: Target, element_bytes: int) -> _Setting:
+    if target.interpreted:
+        return _Setting(64, 16, target.body == "cuda", 4 if target.body == "cuda" else 1, 8, 1, 1)
+    if target.body == "npu":
+        return _Setting(8192, 512, False, 1, 64, 1, 1)
+    return _Setting(4096, 4096 * 4 // element_bytes // 4, True, 32, 128, 4, 8)
+
+
+@triton.jit
+def _fold(x, chosen, top, total, count, TILE: tl.constexpr, LANES: tl.constexpr, LSE: tl.constexpr, RANK: tl.constexpr):
+    """Fold a tile of float32 logits into the running triples."""
+    x = tl.reshape(x, (TILE // LANES, LANES))
+    if RANK:
+        count += tl.sum((x >= chosen).to(tl.int32), axis=0)
+    if LSE:
+        new_top = tl.maximum(top, tl.max(x, axis=0))
+        # A lane that has seen nothing but -inf has no maximum to scale by.
+        scale = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp(top - scale) + tl.sum(tl.exp(x - scale[None, :]), axis=0)
+        top = new_top
+    return top, total, count
+
+
+@triton.jit
+def _reduce(top, total):
+    """(maximum, sum of exponentials over it) of many triples."""
+    new_top = tl.max(top, axis=0)
+    scale = tl.where(new_top == float("-inf"), 0.0, new_top)
+    return new_top, tl.sum(total * tl.exp(top - scale), axis=0)
+
+
+@triton.jit
+def _pick(row_ptr, token, vocab_size):
+    """(the logit of a token in float32, whether it has one); an id outside the vocabulary is not read and has -inf."""
+    known = (token >= 0) & (token < vocab_size)
+    x = tl.load(row_ptr + tl.where(known, token, 0)).to(tl.float32)
+    return tl.where(known, x, float("-inf")), known
+
+
+@triton.jit
+def _look_up(
+    scores_ptr, row_ptr, ids_ptr, num_columns, vocab_size, top, total, COLUMNS: tl.constexpr, LSE: tl.constexpr
+):
+    """Write the scores of a row's columns."""
+    if LSE:
+        scale = tl.where(top == float("-inf"), 0.0, top)
+        log_total = tl.log(total)
+    if COLUMNS == 1:
+        for column in range(0, num_columns):
+            x, known = _pick(row_ptr, tl.load(ids_ptr + column), vocab_size)
+            if LSE:
+                x = tl.where(known, (x - scale) - log_total, float("-inf"))
+            tl.store(scores_ptr + column, x)
+    else:
+        for start in range(0, num_columns, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            live = column < num_columns
+            token = tl.load(ids_ptr + column, mask=live, other=-1)
+            known = (token >= 0) & (token < vocab_size)
+            x = tl.load(row_ptr + token, mask=known, other=float("-inf")).to(tl.float32)
+            if LSE:
+                x = tl.where(known, (x - scale) - log_total, float("-inf"))
+            tl.store(scores_ptr + column, x, mask=live)
+
+
+_SIZES = ["logits_stride", "ids_stride", "num_columns", "vocab_size", "num_rows", "pieces", "tiles_per_piece"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _fold_kernel(
+    scores_ptr,
+    ranks_ptr,
+    partials_ptr,
+    counts_ptr,
+    logits_ptr,
+    logits_stride,
+    ids_ptr,
+    ids_stride,
+    num_columns,
+    vocab_size,
+    num_rows,
+    pieces,
+    tiles_per_piece,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TAIL_APART: tl.constexpr,
+    LSE: tl.constexpr,
+    RANK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Fold the pieces of all rows; with ``WHOLE`` rows are not cut, and their results are written at once."""
+    items = num_rows * pieces
+    offsets = tl.arange(0, TILE)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        row = item // pieces
+        row_ptr = logits_ptr + row * tl.multiple_of(logits_stride.to(tl.int64), ALIGN)
+        row_ids_ptr = ids_ptr + row * ids_stride.to(tl.int64)
+        chosen = float("-inf")
+        if RANK:
+            chosen, _ = _pick(row_ptr, tl.load(row_ids_ptr), vocab_size)
+        top = tl.full([LANES], float("-inf"), tl.float32)
+        total = tl.zeros([LANES], tl.float32)
+        count = tl.zeros([LANES], tl.int32)
+
+        start = (item - row * pieces) * tiles_per_piece * TILE
+        end = tl.minimum(start + tiles_per_piece * TILE, vocab_size)
+        whole_end = end
+        if TAIL_APART:
+            whole_end = start + (end - start) // TILE * TILE
+            for first in range(start, whole_end, TILE):
+                x = tl.load(row_ptr + first + offsets).to(tl.float32)
+                top, total, count = _fold(x, chosen, top, total, count, TILE, LANES, LSE, RANK)
+            if whole_end < end:
+                x = tl.load(row_ptr + whole_end + offsets, mask=whole_end + offsets < end, other=float("-inf"))
+                top, total, count = _fold(x.to(tl.float32), chosen, top, total, count, TILE, LANES, LSE, RANK)
+        else:
+            for first in range(start, end, TILE):
+                x = tl.load(row_ptr + first + offsets, mask=first + offsets < end, other=float("-inf"))
+                top, total, count = _fold(x.to(tl.float32), chosen, top, total, count, TILE, LANES, LSE, RANK)
+
+        rank = tl.sum(count, axis=0)
+        if RANK:
+            # The places past the row's end were folded as -inf: they are at least a chosen -inf.
+            padding = (end - start + TILE - 1) // TILE * TILE - (end - start)
+            rank -= tl.where(chosen == float("-inf"), padding, 0)
+        row_top, row_total = _reduce(top, total)
+        if WHOLE:
+            if RANK:
+                tl.store(ranks_ptr + row, rank.to(tl.int64))
+            row_scores_ptr = scores_ptr + row * num_columns.to(tl.int64)
+            _look_up(row_scores_ptr, row_ptr, row_ids_ptr, num_columns, vocab_size, row_top, row_total, COLUMNS, LSE)
+        else:
+            if RANK:
+                tl.store(counts_ptr + item, rank)
+            if LSE:
+                tl.store(partials_ptr + item, row_top)
+                tl.store(partials_ptr + items + item, row_total)
+
+
+@triton.jit(do_not_specialize=["logits_stride", "ids_stride", "num_columns", "vocab_size", "num_rows", "pieces"])
+def _combine_kernel(
+    scores_ptr,
+    ranks_ptr,
+    partials_ptr,
+    counts_ptr,
+    logits_ptr,
+    logits_stride,
+    ids_ptr,
+    ids_stride,
+    num_columns,
+    vocab_size,
+    num_rows,
+    pieces,
+    PIECES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LSE: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    """Combine the pieces of each row, and write its rank and its columns."""
+    piece = tl.arange(0, PIECES)
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        first = row * pieces
+        if RANK:
+            count = tl.load(counts_ptr + first + piece, mask=piece < pieces, other=0)
+            tl.store(ranks_ptr + row, tl.sum(count, axis=0).to(tl.int64))
+        row_top = 0.0
+        row_total = 1.0
+        if LSE:
+            top = tl.load(partials_ptr + first + piece, mask=piece < pieces, other=float("-inf"))
+            total = tl.load(partials_ptr + num_rows * pieces + first + piece, mask=piece < pieces, other=0.0)
+            row_top, row_total = _reduce(top, total)
+        row_ptr = logits_ptr + row * logits_stride.to(tl.int64)
+        row_ids_ptr = ids_ptr + row * ids_stride.to(tl.int64)
+        row_scores_ptr = scores_ptr + row * num_columns.to(tl.int64)
+        _look_up(row_scores_ptr, row_ptr, row_ids_ptr, num_columns, vocab_size, row_top, row_total, COLUMNS, LSE)
+
+
+def score(
+    logits: torch.Tensor, token_ids: torch.Tensor, target: Target, *, lse: bool, rank: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernels for checked arguments.
+
+    Returns the scores float32 [n, k] of ``token_ids`` [n, k], log-probabilities with ``lse`` and else the logits, and
+    with ``rank`` the ranks int64 [n] of column 0.
+    """
+    rows, vocab_size = logits.shape
+    columns = token_ids.shape[1]
+    scores = logits.new_empty((rows, columns), dtype=torch.float32)
+    ranks = logits.new_empty((rows if rank else 0,), dtype=torch.int64)
+    if rows == 0 or (columns == 0 and not rank):
+        return scores, ranks
+    setting = _setting(target, logits.element_size())
+    programs = target.cores * setting.programs_per_core
+    tiles = cdiv(vocab_size, setting.tile)
+    pieces = _launch.split_rows(rows, tiles, programs, setting.pieces)
+    whole = pieces == 1
+    partials = logits.new_empty((0 if whole else 2, rows, pieces), dtype=torch.float32)
+    counts = logits.new_empty((0 if whole else rows, pieces), dtype=torch.int32)
+    tensors = (scores, ranks, partials, counts, logits, logits.stride(0), token_ids, token_ids.stride(0))
+    options = target.options(num_warps=setting.num_warps)
+    _fold_kernel[(min(rows * pieces, programs),)](
+        *tensors,
+        columns,
+        vocab_size,
+        rows,
+        pieces,
+        cdiv(tiles, pieces),
+        TILE=setting.tile,
+        LANES=setting.lanes,
+        COLUMNS=setting.columns,
+        ALIGN=_launch.vector_elements(logits.stride(0), logits.element_size()),
+        TAIL_APART=setting.tail_apart,
+        LSE=lse,
+        RANK=rank,
+        WHOLE=whole,
+        **options,
+    )
+    if not whole:
+        _combine_kernel[(min(rows, programs),)](
+            *tensors,
+            columns,
+            vocab_size,
+            rows,
+            pieces,
+            PIECES=setting.pieces,
+            COLUMNS=setting.columns,
+            LSE=lse,
+            RANK=rank,
+            **target.options(num_warps=1),
+        )
+    return scores, ranks
+
+
+def _check(logits: torch.Tensor, token_ids: torch.Tensor, dims: int) -> None:
+    _checks.tensor("logits", logits, (_checks.ANY, _checks.ANY), _checks.FLOATS)
+    _checks.at_least("logits", logits.shape[1], 1, "the vocabulary")
+    shape = (logits.shape[0],) if dims == 1 else (logits.shape[0], _checks.ANY)
+    _checks.tensor("token_ids", token_ids, shape, _checks.INTS, like=logits)
+
+
+def compute_token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """Log-probabilities of some tokens of each row.
+
+    Args:
+        logits: float32, bfloat16 or float16 [n, V]; rows may be further apart than V.
+        token_ids: int32 or int64 [n, k]. An id outside [0, V) is not read and gets -inf.
+        impl: "reference", "interpret" or "triton"; by default the tensors' device decides.
+
+    Returns:
+        float32 [n, k], natural logarithms. In a row that holds NaN or +inf, or nothing but -inf, they are NaN.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong dtype, shape, stride or device.
+        RuntimeError: the implementation asked for can't run here.
+    """
+    _check(logits, token_ids, 2)
+    target = _launch.choose(logits, impl)
+    if target is None:
+        return reference.token_logprobs(logits, token_ids)
+    return score(logits, token_ids, target, lse=True, rank=False)[0]
+
+
+def compute_token_ranks(logits: torch.Tensor, token_ids: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """Rank of one token of each row: the number of logits that are at least its own, so 1 for the best.
+
+    ``token_ids`` is int32 or int64 [n]; everything else as in ``compute_token_logprobs``. An id outside [0, V) ranks as
+    a logit of -inf would. NaN logits are not counted, and a chosen NaN has rank 0.
+
+    Returns:
+        int64 [n].
+    """
+    _check(logits, token_ids, 1)
+    target = _launch.choose(logits, impl)
+    if target is None:
+        return reference.token_ranks(logits, token_ids)
+    return score(logits, token_ids.unsqueeze(1), target, lse=False, rank=True)[1]
+
+
+def compute_token_logprobs_and_ranks(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both of the above in one pass over the logits.
+
+    ``token_ids`` is int32 or int64 [n, 1 + k]; column 0 holds the tokens to rank.
+
+    Returns:
+        (log-probabilities float32 [n, 1 + k], ranks int64 [n] of column 0).
+    """
+    _check(logits, token_ids, 2)
+    _checks.at_least("token_ids", token_ids.shape[1], 1, "the number of columns")
+    target = _launch.choose(logits, impl)
+    if target is None:
+        return reference.token_logprobs(logits, token_ids), reference.token_ranks(logits, token_ids[:, 0])
+    return score(logits, token_ids, target, lse=True, rank=True)
