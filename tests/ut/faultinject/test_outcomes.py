@@ -11,6 +11,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,7 +115,41 @@ def test_leaked_zmq_socket() -> None:
     assert "zmq: <zmq.Socket(zmq.PAIR)" in text
 
 
-def test_leaked_queue_item() -> None:
+def test_leaked_zmq_context_but_not_one_that_was_there_or_is_closed() -> None:
+    zmq = pytest.importorskip("zmq")
+    context = zmq.Context()  # never had a socket: no descriptor tells of it
+    left_open.append(SimpleNamespace(close=context.term))
+
+    def body(run: fi.Run, store: Store) -> None:
+        zmq.Context().term()
+        try:
+            store.put("a", 1)
+        except OSError as exc:
+            left = zmq.Context()
+            left_open.append(SimpleNamespace(close=left.term))
+            run.saw("exception", exc)
+
+    outcome, text = only_outcome(flow(body))
+    assert outcome == "leak"
+    assert text.startswith("zmq: <zmq.Context() at ")
+
+
+def test_items_left_in_a_queue() -> None:
+    def body(run: fi.Run, store: Store) -> None:
+        items: queue.SimpleQueue[int] = queue.SimpleQueue()
+        run.queue("items", items)
+        items.put(1)
+        try:
+            store.put("a", 1)
+        except OSError as exc:
+            run.saw("exception", exc)
+        else:
+            items.get()
+
+    assert only_outcome(flow(body)) == ("leak", "items items: 1, was 0 at the start\n")
+
+
+def test_items_taken_from_a_queue_and_never_marked_done() -> None:
     @fi.scenario(sites=[fi.Site("store.put", (fi.Raise(OSError),))], grace=0.2)
     def scenario(run: fi.Run) -> None:
         items: queue.Queue[int] = queue.Queue()
@@ -127,6 +163,22 @@ def test_leaked_queue_item() -> None:
             run.saw("exception", exc)
 
     assert only_outcome(scenario) == ("leak", "items unfinished tasks: 1, was 0 at the start\n")
+
+
+def test_files_left_in_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "before").touch()
+
+    def body(run: fi.Run, store: Store) -> None:
+        run.files("sockets", tmp_path)
+        left = tmp_path / f"left-{len(os.listdir(tmp_path))}"
+        left.touch()
+        try:
+            store.put("a", 1)
+            left.unlink()
+        except OSError as exc:
+            run.saw("exception", exc)
+
+    assert only_outcome(flow(body)) == ("leak", "sockets: left over {'left-1': 1}\n")
 
 
 def test_leaked_ledger_entry() -> None:
