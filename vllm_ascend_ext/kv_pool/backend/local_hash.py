@@ -12,10 +12,10 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
 """(keys, 2): 128 bits of a key each."""
-Buckets = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.int32]
 
 _TOMBSTONE = -1
-_WINDOW = np.arange(8)
+_WINDOW = np.arange(4)
 
 
 def buckets_for(keys: int) -> int:
@@ -24,17 +24,30 @@ def buckets_for(keys: int) -> int:
 
 
 class HashIndex:
-    """``buckets`` with the ``digests`` of the slots; ``shape`` is (number of buckets in use, those not empty)."""
+    """``buckets`` with the ``digests`` of the slots, and the ``places`` of the slots in it (in force while the bucket
+    says the same). ``shape`` is (number of buckets in use, those not empty)."""
 
-    def __init__(self, buckets: Buckets, digests: Digests, shape: Ints) -> None:
+    def __init__(self, buckets: Numbers, digests: Digests, places: Numbers, shape: Ints) -> None:
         self._buckets = buckets
         self._digests = digests
         self._names = _whole(digests)
+        self._places = places
         self._shape = shape
 
     def find(self, digests: Digests) -> Ints:
-        """The slot of each digest, -1 where there is none."""
-        return self._probe(digests)[0]
+        """The slot of each digest, -1 where there is none. Looks at a window of buckets of each at a time."""
+        slots = np.full(len(digests), -1, np.int64)
+        pending, place, wanted = np.arange(len(digests)), self._home(digests), _whole(digests)
+        while len(pending):
+            entry = self._buckets[(place[:, None] + _WINDOW) & int(self._shape[0] - 1)]
+            row = np.maximum(entry, 1) - 1
+            hit = np.flatnonzero((self._names[row] == wanted[:, None]) & (entry > 0))
+            who = hit // len(_WINDOW)
+            slots[pending[who]] = row.ravel()[hit]
+            on = (entry != 0).all(axis=1)
+            on[who] = False
+            pending, place, wanted = pending[on], place[on] + len(_WINDOW), wanted[on]
+        return slots
 
     def insert(self, slots: Ints) -> bool:
         """Enter slots whose digests are not in the index; False, and nothing done, if it must be made anew first."""
@@ -44,7 +57,8 @@ class HashIndex:
         place = self._home(self._digests[slots])
         while len(slots):
             entry = self._buckets[place]
-            free = np.flatnonzero(entry <= 0)
+            free = entry <= 0
+            self._places[slots] = place
             self._buckets[place[free]] = slots[free] + 1  # of several for one bucket, the last one stays
             lost = self._buckets[place] != slots + 1
             self._shape[1] += int((~lost & (entry == 0)).sum())
@@ -53,10 +67,8 @@ class HashIndex:
 
     def delete(self, slots: Ints) -> None:
         """Take slots out; those that aren't in are left alone."""
-        if not len(slots):
-            return
-        found, places = self._probe(self._digests[slots])
-        self._buckets[places[found == slots]] = _TOMBSTONE
+        places = self._places[slots]
+        self._buckets[places[self._buckets[places] == slots + 1]] = _TOMBSTONE
 
     def make_anew(self, slots: Ints) -> None:
         """Hold exactly ``slots``, in as many buckets as they need."""
@@ -68,23 +80,6 @@ class HashIndex:
     def _home(self, digests: Digests) -> Ints:
         home: Ints = (digests[:, 0] & np.uint64(self._shape[0] - 1)).astype(np.int64)
         return home
-
-    def _probe(self, digests: Digests) -> tuple[Ints, Ints]:
-        """(slots, buckets) of the digests, -1 where they are missing. Looks at a window of buckets at a time."""
-        slots, places = np.full((2, len(digests)), -1, np.int64)
-        pending, place, wanted = np.arange(len(digests)), self._home(digests), _whole(digests)
-        while len(pending):
-            window = (place[:, None] + _WINDOW) & int(self._shape[0] - 1)
-            entry = self._buckets[window]
-            row = np.maximum(entry, 1) - 1
-            hit = np.flatnonzero((self._names[row] == wanted[:, None]) & (entry > 0))
-            who = hit // len(_WINDOW)
-            slots[pending[who]] = row.ravel()[hit]
-            places[pending[who]] = window.ravel()[hit]
-            on = (entry != 0).all(axis=1)
-            on[who] = False
-            pending, place, wanted = pending[on], place[on] + len(_WINDOW), wanted[on]
-        return slots, places
 
 
 def _whole(digests: Digests) -> npt.NDArray[np.void]:

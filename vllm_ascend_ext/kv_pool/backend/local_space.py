@@ -41,7 +41,10 @@ def fit(free: Stretches, pages: Ints) -> Ints:
     in one piece where it can, and is copied in one.
     """
     offsets = np.full(len(pages), -1, np.int64)
-    for size in np.unique(pages)[::-1]:
+    if not len(free[0]):
+        return offsets
+    sizes = np.unique(pages)[::-1]
+    for size in sizes:
         wanted = np.flatnonzero(pages == size)
         rooms = np.minimum((free[1] - free[0]) // size, len(wanted))
         before = np.cumsum(rooms) - rooms
@@ -50,7 +53,7 @@ def fit(free: Stretches, pages: Ints) -> Ints:
         nth = np.arange(len(place)) - before[place]
         chosen = free[0][place] + nth * size
         offsets[wanted[: len(chosen)]] = chosen
-        if size != pages.min():
+        if size != sizes[-1]:
             free = carve(free, chosen, np.full(len(chosen), size))
     return offsets
 

@@ -76,6 +76,7 @@ _PER_SLOT: dict[str, tuple[npt.DTypeLike, int]] = {
     "writers": (np.uint64, 1),
     "offset": (np.uint32, 1),
     "generation": (np.uint32, 1),
+    "bucket": (np.int32, 1),
     "free_start": (np.uint32, 1),
     "free_end": (np.uint32, 1),
     "state": (np.uint8, 1),
@@ -123,6 +124,7 @@ class Table:
     writers: npt.NDArray[np.uint64]
     offset: npt.NDArray[np.uint32]
     generation: npt.NDArray[np.uint32]
+    bucket: npt.NDArray[np.int32]
     free_start: npt.NDArray[np.uint32]
     free_end: npt.NDArray[np.uint32]
     state: npt.NDArray[np.uint8]
@@ -136,7 +138,8 @@ class Table:
         self._arrays, _ = _layout(self.pages)
         for name, array in self._arrays.items():
             setattr(self, name, array.on(segment.table))
-        self._index = HashIndex(self.buckets, self.digest, self.header[H.BUCKETS : H.BUCKETS + 2])
+        shape = self.header[H.BUCKETS : H.BUCKETS + 2]
+        self._index = HashIndex(self.buckets, self.digest, self.bucket, shape)
         self._queue = self._queue_ticks = np.empty(0, np.int64)
 
     @classmethod
@@ -318,8 +321,9 @@ class Table:
 
     def bury(self, slots: Ints) -> None:
         """Free those of ``slots`` that are DYING and that nobody copies any more."""
-        dying = np.unique(slots[self.state[slots] == DYING])
+        dying = slots[self.state[slots] == DYING]
         if len(dying):
+            dying = np.unique(dying)
             self._release(dying[~self.pinned(dying)])
 
     def _evict(self, victims: Ints) -> None:
@@ -364,7 +368,7 @@ class Table:
         Sorting all slots at every put would be too dear, so the oldest few thousand are sorted ahead. One that was
         not used since is still older than everything that is not in the queue.
         """
-        evictable = self._evictable(now)
+        evictable = self._evictable(wanted, now)
         for look_ahead in (max(_LOOK_AHEAD, 4 * wanted), None):
             if len(evictable) >= wanted:
                 break
@@ -373,14 +377,20 @@ class Table:
                 live = live[np.argpartition(self.last_used[live], look_ahead)[:look_ahead]]
             self._queue = live[np.argsort(self.last_used[live])]
             self._queue_ticks = self.last_used[self._queue]
-            evictable = self._evictable(now)
+            evictable = self._evictable(wanted, now)
         return evictable
 
-    def _evictable(self, now: int) -> Ints:
-        queue = self._queue
-        same = (self.state[queue] == PUBLISHED) & (self.last_used[queue] == self._queue_ticks)
-        self._queue, self._queue_ticks = queue[same], self._queue_ticks[same]
-        return self._queue[~(self.leased(self._queue, now) | self.pinned(self._queue))]
+    def _evictable(self, wanted: int, now: int) -> Ints:
+        """The evictable slots at the head of the queue, or in all of it if there are too few."""
+        for length in (2 * wanted, len(self._queue)):
+            queue = self._queue[:length]
+            same = (self.state[queue] == PUBLISHED) & (self.last_used[queue] == self._queue_ticks[:length])
+            evictable = queue[same & ~(self.leased(queue, now) | self.pinned(queue))]
+            if len(evictable) >= wanted:
+                break
+        gone = int(same.argmax()) if same.any() else len(same)  # what was used since, or is not there any more
+        self._queue, self._queue_ticks = self._queue[gone:], self._queue_ticks[gone:]
+        return evictable
 
     # -- what is derived ----------------------------------------------------------------------------------------------
 
@@ -439,8 +449,9 @@ class Table:
     def _map_pages(self, slots: Ints) -> None:
         pages = pages_of(self.size[slots])
         before = np.cumsum(pages) - pages
-        every = np.repeat(self._start(slots) - before, pages) + np.arange(int(pages.sum()))
-        self.page_slot[every] = np.repeat(slots, pages)
+        self.page_slot[np.repeat(self._start(slots) - before, pages) + np.arange(int(pages.sum()))] = np.repeat(
+            slots, pages
+        )
 
     def _vacant(self, count: int) -> Ints:
         """``count`` FREE rows, used ones first; fewer if memory for more of them can't be had."""

@@ -15,7 +15,7 @@ def crowded_index():
     digests = np.empty((SLOTS, 2), np.uint64)
     digests[:, 0] = (size - 2 + np.arange(SLOTS) % 3) % size
     digests[:, 1] = np.arange(SLOTS)
-    return HashIndex(np.zeros(size, np.int32), digests, np.array([16, 0])), digests
+    return HashIndex(np.zeros(size, np.int32), digests, np.zeros(SLOTS, np.int32), np.array([16, 0])), digests
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, SLOTS - 1))), max_size=12))
