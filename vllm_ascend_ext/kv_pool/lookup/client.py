@@ -19,7 +19,8 @@ from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock, Deadline
 from vllm_ascend_ext.kv_pool.errors import ClosedError, DeadlineExceeded, PoolError
 from vllm_ascend_ext.kv_pool.lookup.endpoint import check_path, positive_seconds
 from vllm_ascend_ext.kv_pool.lookup.faults import OutageLog
-from vllm_ascend_ext.kv_pool.lookup.wire import LookupRequest, WireError, decode_reply, encode_request
+from vllm_ascend_ext.kv_pool.lookup.frames import readable, recv_frames, send_frames
+from vllm_ascend_ext.kv_pool.lookup.wire import Buffer, LookupRequest, WireError, decode_reply, encode_request
 from vllm_ascend_ext.kv_pool.observe import Stats
 
 DEFAULT_TIMEOUT_S = 1.0
@@ -88,7 +89,8 @@ class LookupKeyClient:
         frames = encode_request(LookupRequest(token_len, group_ids, hbm_hit_tokens, hashes))
         deadline = Deadline.after(self.timeout_s, self._clock)
         with self._condition:
-            deadline.wait_for(self._condition, lambda: self._closed or not self._busy)
+            if self._busy:
+                deadline.wait_for(self._condition, lambda: self._closed or not self._busy)
             if self._closed:
                 self._faults.fault("lookup_closed", self.path, (request_id,))
                 return 0
@@ -159,7 +161,7 @@ class LookupKeyClient:
         self._faults.over(f"look-up at {self.path}")
         return hit
 
-    def _ask(self, frames: list[bytes], deadline: Deadline) -> list[bytes]:
+    def _ask(self, frames: list[bytes], deadline: Deadline) -> list[Buffer]:
         if self._channel is not None and not self._channel.lost():
             with suppress(Unreachable):  # it may have broken only now, and a new server be there
                 return self._channel.exchange(frames, deadline)
@@ -202,16 +204,16 @@ class _Channel:
             raise
 
     def lost(self) -> bool:
-        return _readable(self._monitor)
+        return readable(self._monitor)
 
-    def exchange(self, frames: list[bytes], deadline: Deadline) -> list[bytes]:
+    def exchange(self, frames: list[bytes], deadline: Deadline) -> list[Buffer]:
         """The frames that came back; raises DeadlineExceeded, Unreachable or ClosedError."""
-        self._socket.send_multipart(frames, zmq.NOBLOCK)  # copied: a zero-copy send starts a thread of pyzmq's
+        send_frames(self._socket, frames)
         ready = dict(self._poller.poll(_ms_left(deadline)))
         if self._monitor in ready and self._socket not in ready:
             self._socket.poll(min(_OVERTAKEN_MS, _ms_left(deadline)))
-        if _readable(self._socket):
-            return self._socket.recv_multipart(zmq.NOBLOCK)
+        if readable(self._socket):
+            return recv_frames(self._socket)
         if self._wake in ready:
             raise ClosedError(f"the client of {self._path} was closed")
         if self.lost():
@@ -228,7 +230,3 @@ class _Channel:
 
 def _ms_left(deadline: Deadline) -> int:
     return math.ceil(deadline.remaining() * 1000)
-
-
-def _readable(source: zmq.Socket[bytes]) -> bool:
-    return bool(int(source.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

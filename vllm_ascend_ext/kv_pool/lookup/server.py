@@ -24,8 +24,10 @@ from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock, Deadline
 from vllm_ascend_ext.kv_pool.errors import BadAnswer, DeadlineExceeded, NotRunning, PoolError, as_int
 from vllm_ascend_ext.kv_pool.lookup.endpoint import Endpoint, check_path, claim, positive_seconds
 from vllm_ascend_ext.kv_pool.lookup.faults import OutageLog
+from vllm_ascend_ext.kv_pool.lookup.frames import readable, recv_frames, send_frames
 from vllm_ascend_ext.kv_pool.lookup.wire import (
     DEFAULT_LIMITS,
+    Buffer,
     LookupRequest,
     WireError,
     WireLimits,
@@ -136,11 +138,11 @@ class LookupKeyServer:
             poller.register(self._router.FD, select.POLLIN)
             poller.register(self._wake.descriptor, select.POLLIN)
             while not self._stopped():
-                self._expire()
+                pause_s = self._expire()
                 message = self._receive()
                 if message is not None:
                     self._accept(message)
-                elif not poller.poll(self._pause_ms()) and not endpoint.is_ours():
+                elif not poller.poll(math.ceil(pause_s * 1000)) and not endpoint.is_ours():
                     raise PoolError(f"the socket file {self.path!r} was removed or replaced")
         except BaseException as cause:
             self.failed = cause
@@ -165,21 +167,17 @@ class LookupKeyServer:
         assert self._socket is not None
         return self._socket
 
-    def _pause_ms(self) -> int:
-        """How long nothing may be due: until the next handler's deadline, or the next look at the socket file."""
-        with self._lock:
-            remaining = min((q.deadline.remaining() for q in self._open.values()), default=_WATCH_SECONDS)
-        return math.ceil(min(remaining, _WATCH_SECONDS) * 1000)
-
-    def _receive(self) -> list[bytes] | None:
+    def _receive(self) -> list[Buffer] | None:
         """The next message, or None: then the socket's descriptor will tell of the next one, or ``_wake`` will."""
         with self._lock:
-            return self._router.recv_multipart(zmq.NOBLOCK) if _readable(self._router) else None
+            return recv_frames(self._router) if readable(self._router) else None
 
-    def _accept(self, message: Sequence[bytes]) -> None:
+    def _accept(self, message: Sequence[Buffer]) -> None:
         cut = next((i for i, frame in enumerate(message) if i > 0 and not frame), 0) + 1
         ticket = next(self._tickets)
-        question = _Question(message[:cut], Deadline.after(self.handler_timeout_s, self._clock))
+        question = _Question(
+            [bytes(frame) for frame in message[:cut]], Deadline.after(self.handler_timeout_s, self._clock)
+        )
         with self._lock:
             self._open[ticket] = question
         try:
@@ -196,10 +194,16 @@ class LookupKeyServer:
         except (NotRunning, RuntimeError) as error:  # too many are stuck, or no thread is to be had
             self._settle(ticket, 0, "lookup_handler_refused", error)
 
-    def _expire(self) -> None:
-        with self._lock:
-            overdue = [(ticket, question) for ticket, question in self._open.items() if question.deadline.expired]
-        for ticket, question in overdue:
+    def _expire(self) -> float:
+        """Answer for every handler that is overdue; the seconds until the next may be, or the socket file is due."""
+        while True:
+            with self._lock:
+                ticket, question = next(iter(self._open.items()), (-1, None))  # the oldest is due first
+            if question is None:
+                return _WATCH_SECONDS
+            remaining = question.deadline.remaining()
+            if remaining > 0:
+                return min(remaining, _WATCH_SECONDS)
             cause = DeadlineExceeded(f"the look-up handler was not done within {self.handler_timeout_s} s")
             if self._settle(ticket, 0, "lookup_handler_timeouts", cause) and question.call is not None:
                 self._lanes.give_up(question.call, cause)
@@ -233,14 +237,14 @@ class LookupKeyServer:
             else:
                 self._faults.fault(fault, self.path, cause=cause)
             self._send(question, hit)
-            if _readable(self._router):  # sending may have eaten the descriptor's signal
+            if readable(self._router):  # sending may have eaten the descriptor's signal
                 self._wake.set()
             return True
 
     def _send(self, question: _Question, hit: int) -> None:
         """A peer that has gone, or reads nothing, makes libzmq drop the answer."""
         with suppress(zmq.Again):
-            self._router.send_multipart([*question.envelope, encode_reply(hit)], zmq.NOBLOCK)
+            send_frames(self._router, [*question.envelope, encode_reply(hit)])
 
     def _stop_with(self, cause: BaseException) -> None:
         """Let the server's thread raise ``cause``."""
@@ -290,10 +294,6 @@ class _Wake:
         for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)
-
-
-def _readable(source: zmq.Socket[bytes]) -> bool:
-    return bool(int(source.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> zmq.Socket[bytes]:
