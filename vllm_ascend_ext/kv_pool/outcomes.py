@@ -11,7 +11,7 @@ import numpy as np
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta, StoredBlock, WorkerReport
 from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
-from vllm_ascend_ext.kv_pool.transfer.job import JobResult
+from vllm_ascend_ext.kv_pool.transfer.job import JobResult, TransferJob
 
 
 class Outcomes:
@@ -49,6 +49,11 @@ class Outcomes:
             self._tainted[part.group].add(block)
             if len(self._setup.groups) == 1:
                 self._load_errors.add(block)
+
+    def given_up(self, job: TransferJob) -> None:
+        """A request ended before its load: nobody is there to hear how it went."""
+        for part in job.parts:
+            self._tainted[part.group].update(part.block_ids.tolist())
 
     def taint(self, request: ReqMeta, result: JobResult) -> None:
         """What the step computes for this request, it computes on what did not arrive."""

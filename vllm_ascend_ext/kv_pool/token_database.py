@@ -72,6 +72,14 @@ class ChunkedTokenDatabase:
         prefix, suffix = self._own[group]
         return block_keys(prefix, [of_blocks[index] for index in indices.tolist()], suffix)
 
+    def names_of(self, group: int, block_hash: bytes) -> list[str]:
+        """Everything that this rank has in the store of the block with this hash: one key, or one per layer."""
+        prefix, suffix = self._own[group]
+        (key,) = block_keys(prefix, [block_hash], suffix)
+        if self._naming is not Naming.LAYER:
+            return [key]
+        return [self.layer_keys(group, layer, [key])[0] for layer in range(len(self._layers[group]))]
+
     def layer_keys(self, group: int, layer: int, keys: Sequence[str]) -> list[str]:
         """The keys of one layer of the blocks that ``keys`` name."""
         return block_keys(self._layers[group][layer], keys)

@@ -143,9 +143,12 @@ class KVPoolWorker:
             if not ticket.ended:
                 continue
             del self._loading[job_id]
-            result = ticket.result() if ticket.job.req_id in ended else self._path.recving.settle(ticket)
-            self._outcomes.arrived_or_failed(result)
             transfers.finished_recving.add(ticket.job.req_id)
+            if ticket.job.req_id in ended:
+                self._outcomes.given_up(ticket.job)
+                continue
+            result = self._path.recving.settle(ticket)
+            self._outcomes.arrived_or_failed(result)
             if not result.ok and len(self._setup.groups) > 1:
                 transfers.failed_recving.add(ticket.job.req_id)
         transfers.finished_sending = set(meta.delayed_free) - self._sent
