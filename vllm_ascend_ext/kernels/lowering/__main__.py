@@ -6,16 +6,18 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import check, jobs, largest, pool, report, toolchain
+from . import check, jobs, largest, pool, report, sweep, toolchain
 from .cases import Constant, check_type
 from .check import Job, Report
 from .findings import KINDS, Finding, Severity
 from .jobs import UsageError, Wanted
 from .largest import Steps
+from .sweep import Subject
 from .toolchain import Toolchain, ToolchainError
 
 OK, FOUND, USAGE, CANNOT_RUN = 0, 1, 2, 3
@@ -51,6 +53,30 @@ def _check(options: argparse.Namespace) -> int:
     print(f"\n{report.table(reports, palette)}\n\n{summary(reports)}")
     _write_json(options.json, reports, tools)
     return OK if passed(reports, options.strict) else FOUND
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    tools = _tools()
+    wanted = _wanted(options)
+    if wanted.root is None:
+        raise UsageError("sweep needs --root DIR, the folder that the cases' files are relative to")
+    reports = run_all(jobs.make(wanted, options.timeout), tools, options)
+    subject = Subject(options.name, wanted.root, options.revision or _revision(wanted.root))
+    command = f"python -m vllm_ascend_ext.kernels.lowering sweep {' '.join(options.spec)} --root {options.name}"
+    options.page.parent.mkdir(parents=True, exist_ok=True)
+    options.page.write_text(sweep.page(subject, reports, tools, command))
+    print(
+        f"{heading(tools, reports)}\n{report.table(reports, report.Palette(sys.stdout.isatty()))}\n\n{summary(reports)}"
+    )
+    print(f"Page: {options.page}")
+    _write_json(options.json, reports, tools)
+    return OK
+
+
+def _revision(root: Path) -> str:
+    """The commit that a checkout is at; "unknown" for a folder that isn't one."""
+    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def _largest_tile(options: argparse.Namespace) -> int:
@@ -181,6 +207,14 @@ def _parser() -> argparse.ArgumentParser:
     tile.add_argument("--most", type=int, default=1 << 17, metavar="N", help="largest value to try")
     tile.add_argument("--multiple-of", type=int, metavar="M", help="try multiples of M instead of powers of two")
     tile.set_defaults(command=_largest_tile)
+    sweep_ = commands.add_parser(
+        "sweep", help="check another project's declared kernels and write a page for its authors"
+    )
+    _add_selection(sweep_)
+    sweep_.add_argument("--name", default="the project", help="the project's name, for the page")
+    sweep_.add_argument("--revision", help="what is swept, for the page; otherwise the commit of --root")
+    sweep_.add_argument("--page", type=Path, default=Path("build/ascend-sweep.md"), metavar="FILE", help="the page")
+    sweep_.set_defaults(command=_sweep)
     explain = commands.add_parser("explain", help="what the findings mean")
     explain.add_argument("code", nargs="?", help="a finding, such as scalar-loop")
     explain.set_defaults(command=_explain)

@@ -54,8 +54,7 @@ def lower_bound(counts: Sequence[Counts], known: Mapping[str, int], target: str)
     differ = "program_id(0)" in _symbols(counts)
     moved = busy = longest = steps = most_steps = 0.0
     for program in range(grid if differ else 1):
-        here = {"grid_y": 1, "grid_z": 1, "program_id(1)": 0, "program_id(2)": 0, **known, "program_id(0)": program}
-        shares = [_program(one, here) for one in counts]
+        shares = [_program(one, at(known, program)) for one in counts]
         if any(share is None for share in shares):
             return None
         for share in filter(None, shares):
@@ -73,6 +72,11 @@ def lower_bound(counts: Sequence[Counts], known: Mapping[str, int], target: str)
     }
     limit = max(parts, key=lambda name: parts[name])
     return Bound(parts[limit], limit, tuple(parts.items()))
+
+
+def at(known: Mapping[str, int], program: int = 0) -> dict[str, int]:
+    """What is known inside one program of a one-dimensional launch."""
+    return {"grid_y": 1, "grid_z": 1, "program_id(1)": 0, "program_id(2)": 0, **known, "program_id(0)": program}
 
 
 def _program(counts: Counts, known: Mapping[str, int]) -> tuple[float, float, float] | None:

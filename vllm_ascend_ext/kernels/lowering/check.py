@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import accesses, bound, compile, counts, findings, hivm, ir, loops
+from .accesses import Form
 from .bound import Bound
 from .cases import Case
 from .compile import Lowering, Setting
@@ -32,6 +33,7 @@ COUNTED = {
     "vector_elements": "vector element-operations",
     "vector_calls": "vector calls",
     "scalar_steps": "scalar operations",
+    "element_trips": "trips of loops over single elements",
     "syncs": "synchronisations",
 }
 #: Constants tried when looking for what a scalar loop grows with.
@@ -56,10 +58,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Amount:
-    """A count per program: as a formula, and as a number where the case gives the values that it needs."""
+    """A count: per program as a formula, for the first program and for the whole launch as numbers, where known."""
 
     formula: str
     value: float | None
+    launch: float | None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Report:
     bound_needs: list[str] = field(default_factory=list)
     #: Transfers and vector calls whose size isn't known; the counts lack them.
     unsized: int = 0
+    #: Masked loads and stores that weren't found again in the lowered module; nothing is known of them.
+    unmatched: int = 0
     seconds: float = 0.0
 
     def count(self, severity: Severity) -> int:
@@ -179,7 +184,9 @@ def _read(report: Report, job: Job, lowering: Lowering, lower: Callable[[Case], 
     report.findings += findings.of_retries(lowering, place)
     if source is None or not lowering.linalg:
         return
-    report.findings += findings.of_accesses(accesses.find(source, ir.parse(lowering.linalg)))
+    found_accesses = accesses.find(source, ir.parse(lowering.linalg))
+    report.unmatched = sum(access.form is Form.UNKNOWN for access in found_accesses)
+    report.findings += findings.of_accesses(found_accesses)
     if not lowering.hivm:
         return
     kernels = _kernels_of(lowering, job.case)
@@ -190,7 +197,8 @@ def _read(report: Report, job: Job, lowering: Lowering, lower: Callable[[Case], 
     report.findings += findings.of_loops(found, source, growth)
     report.findings += (finding for kernel in kernels for finding in findings.of_divisions(kernel, source))
     report.loops = [_row(loop) for loop in found if loop.is_scalar]
-    _read_counts(report, job, [counts.count(kernel) for kernel in kernels])
+    element_trips = Count(term for loop in found if loop.pace is Pace.ELEMENT for term in loop.total.terms)
+    _read_counts(report, job, [counts.count(kernel) for kernel in kernels], element_trips)
 
 
 def _kernels_of(lowering: Lowering, case: Case) -> list[Kernel]:
@@ -203,15 +211,27 @@ def _available_bits(lowering: Lowering) -> int | None:
     return int(match[1]) if match else None
 
 
-def _read_counts(report: Report, job: Job, counted: list[Counts]) -> None:
-    first = {"grid_y": 1, "grid_z": 1, **{f"program_id({axis})": 0 for axis in range(3)}}
-    known = {**first, **job.case.values}
+def _read_counts(report: Report, job: Job, counted: list[Counts], element_trips: Count) -> None:
     for name in COUNTED:
-        total = Count([term for one in counted for term in getattr(one, name).terms])
-        report.amounts[name] = Amount(str(total), total.value(known))
+        per_kernel = [getattr(one, name) for one in counted] if name != "element_trips" else [element_trips]
+        total = Count(term for one in per_kernel for term in one.terms)
+        report.amounts[name] = Amount(str(total), total.value(bound.at(job.case.values)), _over_launch(total, job.case))
     report.unsized = sum(one.unsized for one in counted)
     report.bound = bound.lower_bound(counted, job.case.values, job.setting.target)
     report.bound_needs = bound.unknowns(counted, job.case.values) if report.bound is None else []
+
+
+def _over_launch(count: Count, case: Case) -> float | None:
+    """A count added up over the programs of a launch; None if their number or one of their counts isn't known."""
+    grid = case.values.get("grid")
+    if grid is None:
+        return None
+    if "program_id(0)" not in count.symbols():
+        each = count.value(bound.at(case.values))
+        return None if each is None else grid * each
+    shares = [count.value(bound.at(case.values, program)) for program in range(grid)]
+    known = [share for share in shares if share is not None]
+    return sum(known) if len(known) == grid else None
 
 
 def _row(loop: Loop) -> LoopRow:

@@ -232,6 +232,8 @@ def _failure_in(run: Run, program: str, code: str) -> Failure:
         lines = [line.strip() for line in run.output.splitlines() if line.strip()]
         asserted = [line for line in lines if "Assertion" in line]
         message = (asserted or lines[-1:] or [f"it printed nothing and exited with {run.code}"])[0]
+        # Where the compiler was built says nothing here, and its own name is said anyway.
+        message = re.sub(r"\S*/(\w+\.(?:cpp|h)):", r"\1:", message.removeprefix(f"{program}: "))
     if run.crashed:
         return Failure("crash", f"{program} crashed: {message}", places[0] if places else None)
     return Failure(code, f"{program}: {message}", places[0] if places else None)

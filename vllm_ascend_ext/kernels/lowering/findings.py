@@ -267,7 +267,14 @@ def of_divisions(kernel: Kernel, source: Source) -> Iterator[Finding]:
                 "fp32-division",
                 "this i32 division is computed in fp32 and cast back: above 2^24 the quotient may be wrong",
                 "shift by a constant for a power of two, or keep both values below 2^24",
+                _division(op.location),
             )
+
+
+def _division(location: Location) -> str:
+    place = own_place(location)
+    text = snippet(place, "arith.divsi") if place is not None else ""
+    return f"`{text}`" if text else ""
 
 
 def _finding(location: Location, operation: str, code: str, message: str, remedy: str, detail: str = "") -> Finding:

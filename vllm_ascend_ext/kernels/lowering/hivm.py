@@ -76,6 +76,7 @@ class Kernel:
         self.name = function.name
         self._names = _argument_names(function, arguments)
         self._exprs: dict[str, Expr] = {}
+        self._unknown_names: set[str] = set()
 
     @cached_property
     def ops(self) -> list[Op]:
@@ -96,11 +97,11 @@ class Kernel:
         op = self.function.definition(value)
         if op is None:
             owner = self.function.argument_of.get(value)
-            return symbol(f"loop value{_at(owner)}" if owner else value)
+            return self._unknown(f"loop value{_at(owner)}" if owner else value)
         if op.name == "arith.constant":
             return _constant(op)
         if depth == 0:
-            return symbol(f"value{_at(op)}")
+            return self._unknown(f"value{_at(op)}")
         if op.name in _TRANSPARENT:
             return self.expr(op.operands[0], depth - 1)
         if op.name == "hivm.hir.get_block_idx":
@@ -116,10 +117,16 @@ class Kernel:
             return build("select", *args)
         if op.name == "memref.load":
             source = self.base(op.operands[0])
-            # Two reads through one pointer are two values, so the line is part of the name.
             line = op.location[0].line if op.location else "?"
-            return symbol(f"*{self._names.get(source, 'value')}@{line}")
-        return symbol(f"value{_at(op)}")
+            return self._unknown(f"*{self._names.get(source, 'value')}@{line}")
+        return self._unknown(f"value{_at(op)}")
+
+    def _unknown(self, name: str) -> Expr:
+        """A name of its own for a value that isn't known: two values from one place must not cancel out."""
+        while name in self._unknown_names:
+            name += "'"
+        self._unknown_names.add(name)
+        return symbol(name)
 
     def _affine(self, op: Op, depth: int) -> Expr:
         operands = [self.expr(operand, depth - 1) for operand in op.operands]
@@ -262,7 +269,7 @@ def _program_id(op: str, args: list[Expr]) -> Expr | None:
 def _constant(op: Op) -> Expr:
     match = re.match(r"(-?\d+) :|(true|false)\b", op.attribute("value") or "")
     if match is None:
-        return symbol("constant")
+        return symbol("a constant")
     return number(int(match[1])) if match[1] else (ONE if match[2] == "true" else ZERO)
 
 

@@ -8,7 +8,7 @@ from enum import Enum
 
 from .hivm import LOOPS, Kernel, is_scalar_step
 from .ir import Location, Op
-from .symbolic import Expr, build
+from .symbolic import Count, Expr, Range, Term, build
 from .ttir import Source
 
 #: A transfer smaller than this moves single elements: the Unified Buffer is addressed in blocks of 32 bytes.
@@ -29,7 +29,7 @@ class Loop:
     """One loop of the final module."""
 
     location: Location
-    trips: Expr
+    range: Range
     #: Loops around this one, from the outside in.
     outer: tuple[Loop, ...]
     #: Whether the kernel's source has this loop; if not, the compiler made it of one operation.
@@ -48,6 +48,16 @@ class Loop:
     #: The largest of them: its name and how many elements it works on.
     largest_call: tuple[str, int] = ("", 0)
     inner: list[Loop] = field(default_factory=list)
+
+    @property
+    def trips(self) -> Expr:
+        """How often the body runs."""
+        return self.range.trips
+
+    @property
+    def total(self) -> Count:
+        """How often the body runs in one program, with the loops around it."""
+        return Count([Term(1, (*(outer.range for outer in self.outer), self.range))])
 
     @property
     def is_scalar(self) -> bool:
@@ -90,7 +100,7 @@ def find(kernel: Kernel, source: Source) -> list[Loop]:
     for op in kernel.ops:
         outer = tuple(loops[id(o)] for o in reversed(list(op.ancestors())) if id(o) in loops)
         if op.name in LOOPS:
-            loop = Loop(op.location, kernel.range(op).trips, outer, source.is_loop(op.location))
+            loop = Loop(op.location, kernel.range(op), outer, source.is_loop(op.location))
             loops[id(op)] = loop
             for around in outer:
                 around.inner.append(loop)

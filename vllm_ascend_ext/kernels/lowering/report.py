@@ -180,6 +180,8 @@ def details(report: Report, palette: Palette) -> str:
             lines.append(f"  {'per program' if number == 0 else '':<15}  {unit}: {_shown(amount)}")
     if report.unsized:
         lines.append(f"  {'':<15}  (without {report.unsized} calls whose size the IR doesn't show)")
+    if report.unmatched:
+        lines.append(f"  {'':<15}  ({report.unmatched} masked accesses weren't found again in the lowered module)")
     for number, loop in enumerate(report.loops):
         around = "".join(f", inside a loop of [{trips}]" for trips in loop.around)
         origin = "the kernel's own loop" if loop.in_source else "made by the compiler"
@@ -253,8 +255,12 @@ def _result(report: Report) -> dict[str, Any]:
         "stage": report.stage,
         "unified_buffer_bits": {"required": report.required_bits, "available": report.available_bits},
         "retried": report.retried,
-        "counts": {name: {"formula": a.formula, "value": a.value} for name, a in report.amounts.items()},
+        "counts": {
+            name: {"formula": amount.formula, "first_program": amount.value, "launch": amount.launch}
+            for name, amount in report.amounts.items()
+        },
         "unsized_calls": report.unsized,
+        "unmatched_accesses": report.unmatched,
         "scalar_loops": [
             {
                 "pace": loop.pace.value,

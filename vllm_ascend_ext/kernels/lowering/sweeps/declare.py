@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..cases import A2, Case, Constant
 
 
-def case(place: str, types: str, setting: str = "", /, **constants: Constant) -> Case:
+def case(
+    place: str, types: str, setting: str = "", values: Mapping[str, int] | None = None, /, **constants: Constant
+) -> Case:
     """Declare one kernel for A2.
 
     Args:
         place: FILE:KERNEL, the file without its ``.py``.
         types: types of the run-time arguments, ``"x_ptr y_ptr: *fp32; n: i32"``.
         setting: what sets this case apart from the kernel's others.
+        values: run-time values that size the counts, as in ``Case``.
         constants: constants of the kernel; those whose name starts with ``option_`` are options of the launch.
             ``option_multibuffer`` is True unless given.
     """
@@ -29,6 +34,7 @@ def case(place: str, types: str, setting: str = "", /, **constants: Constant) ->
         signature=signature,
         constants={name: value for name, value in constants.items() if not name.startswith("option_")},
         options=options,
+        values=values or {},
         targets=(A2,),
         multibuffer=(multibuffer,),
     )

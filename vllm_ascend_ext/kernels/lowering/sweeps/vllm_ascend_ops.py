@@ -6,12 +6,16 @@ tokens, vocabulary 151,936. Strides that are 1 for a contiguous tensor are const
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..cases import Case, Constant
 from .declare import case
 
 
-def _case(place: str, types: str, setting: str = "", /, **constants: Constant) -> Case:
-    return case(f"vllm_ascend/{place}", types, setting, **constants)
+def _case(
+    place: str, types: str, setting: str = "", values: Mapping[str, int] | None = None, /, **constants: Constant
+) -> Case:
+    return case(f"vllm_ascend/{place}", types, setting, values, **constants)
 
 
 _M3 = "models/minimax_m3/ops/msa_m3_triton"
@@ -112,8 +116,8 @@ LOWERING_CASES = [
         "q_ptr kv_cache_ptr o_ptr: *bf16; t_ptr block_table_ptr cu_seqlens_q cu_seqblocks_q seq_lens prefix_lens: "
         "*i32; num_kv_heads gqa_group_size head_dim max_topk: i32; sm_scale: fp32; stride_qn stride_qh stride_kv_blk "
         "stride_kv_kv stride_kv_pos stride_kv_h stride_th stride_tn stride_on stride_oh stride_bt_b: i32",
-        num_q_loop=1, stride_qd=1, stride_kv_d=1, stride_tk=1, stride_od=1, BLOCK_SIZE_Q=1, 
-        BLOCK_SIZE_K=128, BLOCK_SIZE_D=128, BLOCK_SIZE_H=16, BLOCK_SIZE_T=16, BLOCK_SIZE_QH=16, USE_FP8=False,
+        num_q_loop=1, stride_qd=1, stride_kv_d=1, stride_tk=1, stride_od=1, BLOCK_SIZE_Q=1, BLOCK_SIZE_K=128,
+        BLOCK_SIZE_D=128, BLOCK_SIZE_H=16, BLOCK_SIZE_T=16, BLOCK_SIZE_QH=16, USE_FP8=False,
     ),
     _case(
         f"{_A5}:_index_block_score_kernel",

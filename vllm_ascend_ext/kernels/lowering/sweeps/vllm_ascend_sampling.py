@@ -6,12 +6,16 @@ keys, vocabulary 151,936. Strides that are 1 for a contiguous tensor are constan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..cases import Case, Constant
 from .declare import case
 
 
-def _case(place: str, types: str, setting: str = "", /, **constants: Constant) -> Case:
-    return case(f"vllm_ascend/{place}", types, setting, **constants)
+def _case(
+    place: str, types: str, setting: str = "", values: Mapping[str, int] | None = None, /, **constants: Constant
+) -> Case:
+    return case(f"vllm_ascend/{place}", types, setting, values, **constants)
 
 
 _L = "ops/triton/linearnorm"
@@ -33,6 +37,12 @@ _VERIFY_CONSTANTS: dict[str, Constant] = dict(  # noqa: C408
     ENABLE_REDUCE_SAMPLING=False, ENTROPY_VERIFY=False, BLOCK_SIZE=8, VOCAB_BLOCK_SIZE=512, POSTERIOR_THRESHOLD=0.09,
     POSTERIOR_ALPHA=0.3, SUB_BLOCK=4096, EPSILON=1e-10,
 )  # fmt: skip
+_VERIFY_SETTINGS: dict[str, dict[str, Constant]] = {
+    "": {},
+    "by entropy": {"ENTROPY_VERIFY": True},
+    "without draft probabilities": {"NO_DRAFT_PROBS": True},
+}
+_VOCAB = 151_936
 _S = "worker/v2/sample"
 _J = "worker/v2/spec_decode/rejection_sampler_utils"
 
@@ -84,15 +94,21 @@ LOWERING_CASES = [
     ),
 
     # ops/triton/mamba
-    _case(
-        f"{_M}/causal_conv1d:_causal_conv1d_update_kernel_npu_tiled",
-        "x_ptr w_ptr conv_state_ptr o_ptr: *bf16; conv_state_indices_ptr: *i32; batch state_len num_cache_lines "
-        "stride_x_seq stride_x_token stride_conv_state_seq stride_state_indices stride_o_seq stride_o_token: i32",
-        bias_ptr=None, num_accepted_tokens_ptr=None, query_start_loc_ptr=None, block_idx_last_scheduled_token=None,
-        initial_state_idx=None, dim=4096, seqlen=1, stride_x_dim=1, stride_w_dim=4, stride_w_width=1,
-        stride_conv_state_dim=1, stride_conv_state_tok=4096, stride_o_dim=1, pad_slot_id=-1, HAS_BIAS=False,
-        KERNEL_WIDTH=4, SILU_ACTIVATION=True, IS_VARLEN=False, IS_APC_ENABLED=False, IS_SPEC_DECODING=False,
-        NP2_STATELEN=4, USE_PAD_SLOT=True, BLOCK_N=512, B_TILE=4, T_CHUNK=1,
+    *(
+        _case(
+            f"{_M}/causal_conv1d:_causal_conv1d_update_kernel_npu_tiled",
+            "x_ptr w_ptr conv_state_ptr o_ptr: *bf16; conv_state_indices_ptr: *i32; batch state_len num_cache_lines "
+            "stride_x_seq stride_x_token stride_conv_state_seq stride_state_indices stride_o_seq stride_o_token: i32"
+            + ("; num_accepted_tokens_ptr query_start_loc_ptr: *i32" if _drafts else ""),
+            "draft tokens" if _drafts else "",
+            bias_ptr=None, block_idx_last_scheduled_token=None, initial_state_idx=None, dim=4096,
+            seqlen=4 if _drafts else 1, stride_x_dim=1, stride_w_dim=4, stride_w_width=1, stride_conv_state_dim=1,
+            stride_conv_state_tok=4096, stride_o_dim=1, pad_slot_id=-1, HAS_BIAS=False, KERNEL_WIDTH=4,
+            SILU_ACTIVATION=True, IS_VARLEN=_drafts, IS_APC_ENABLED=False, IS_SPEC_DECODING=_drafts,
+            NP2_STATELEN=8 if _drafts else 4, USE_PAD_SLOT=True, BLOCK_N=512, B_TILE=4, T_CHUNK=1,
+            **({} if _drafts else {"num_accepted_tokens_ptr": None, "query_start_loc_ptr": None}),
+        )
+        for _drafts in (False, True)
     ),
     _case(
         f"{_M}/lightning_attn:_fwd_diag_kernel", "Q K V Out: *bf16; S: *fp32",
@@ -113,8 +129,9 @@ LOWERING_CASES = [
     ),
     _case(
         f"{_M}/postprocess:postprocess_mamba_fused_kernel",
-        "num_accepted_tokens_ptr mamba_state_idx_ptr num_scheduled_tokens_ptr num_computed_tokens_ptr num_draft_tokens_ptr "
-        "state_elem_sizes_ptr state_conv_widths_ptr state_group_indices_ptr state_dim_row_count_ptr "
+        "num_accepted_tokens_ptr mamba_state_idx_ptr num_scheduled_tokens_ptr num_computed_tokens_ptr "
+        "num_draft_tokens_ptr state_elem_sizes_ptr state_conv_widths_ptr state_group_indices_ptr "
+        "state_dim_row_count_ptr "
         "num_accepted_tokens_out_ptr idx_mapping_ptr: *i32; block_table_ptrs_ptr state_base_addrs_ptr "
         "state_block_strides_ptr state_inner_sizes_ptr state_dim_row_stride_ptr: *i64; block_table_stride_req: i64; "
         "num_reqs: i32",
@@ -123,26 +140,36 @@ LOWERING_CASES = [
     ),
 
     # ops/triton: rejection sampling, drafts, top-k and top-p
-    _case(
-        f"{_R}:expand_kernel", "output_ptr input_ptr cu_num_tokens_ptr: *i32; replace_from replace_to vec_len: i32",
-        MAX_NUM_TOKENS=128, BLOCK_SIZE=8,
+    *(
+        _case(
+            f"{_R}:expand_kernel",
+            f"output_ptr input_ptr: *{_type}; cu_num_tokens_ptr: *i32; replace_from replace_to: {_type}; vec_len: i32",
+            _type, MAX_NUM_TOKENS=128, BLOCK_SIZE=8,
+        )
+        for _type in ("i32", "fp32")
     ),
     _case(
         f"{_R}:rejection_greedy_sample_spec_len_1_triton",
-        "output_token_ids_ptr draft_token_ids_ptr target_argmax_ptr bonus_token_ids_ptr: *i32; vec_len: i32",
+        "output_token_ids_ptr draft_token_ids_ptr bonus_token_ids_ptr: *i32; target_argmax_ptr: *i64; vec_len: i32",
         uniform_probs_ptr=None, synthetic_conditional_rates_ptr=None, SYNTHETIC_MODE=False, BLOCK_SIZE=8,
     ),
     _case(
         f"{_R}:rejection_greedy_sample_triton",
-        "output_token_ids_ptr cu_num_draft_tokens_ptr draft_token_ids_ptr target_argmax_ptr bonus_token_ids_ptr: "
-        "*i32; vec_len max_spec_len: i32",
+        "output_token_ids_ptr cu_num_draft_tokens_ptr draft_token_ids_ptr bonus_token_ids_ptr: *i32; "
+        "target_argmax_ptr: *i64; vec_len max_spec_len: i32",
         is_greedy_ptr=None, uniform_probs_ptr=None, synthetic_conditional_rates_ptr=None, SYNTHETIC_MODE=False,
         BLOCK_SIZE=8,
     ),
-    _case(f"{_R}:rejection_random_sample_block_verify_kernel", _VERIFY, **_VERIFY_CONSTANTS),
-    _case(
-        f"{_R}:rejection_random_sample_kernel", _VERIFY,
-        synthetic_conditional_rates_ptr=None, SYNTHETIC_MODE=False, **_VERIFY_CONSTANTS,
+    *(
+        _case(f"{_R}:rejection_random_sample_block_verify_kernel", _VERIFY, _name, **{**_VERIFY_CONSTANTS, **_changes})
+        for _name, _changes in _VERIFY_SETTINGS.items()
+    ),
+    *(
+        _case(
+            f"{_R}:rejection_random_sample_kernel", _VERIFY, _name,
+            synthetic_conditional_rates_ptr=None, SYNTHETIC_MODE=False, **{**_VERIFY_CONSTANTS, **_changes},
+        )
+        for _name, _changes in _VERIFY_SETTINGS.items()
     ),
     *(
         _case(
@@ -161,13 +188,13 @@ LOWERING_CASES = [
         "ops/triton/spec_decode/ngram:ngram_spec_decode_kernel",
         "token_ids_ptr num_tokens_ptr sampled_ptr next_token_ids_ptr draft_token_ids_ptr num_valid_draft_ptr "
         "raw_valid_count_ptr: *i32; discard_ptr: *i1; batch_size: i32",
-        max_seq_len=4096, max_new_tokens=4, vocab_size=151_936, min_n=2, max_n=5, k=3,
+        max_seq_len=4096, max_new_tokens=4, vocab_size=_VOCAB, min_n=2, max_n=5, k=3,
     ),
     _case(
         "ops/triton/spec_decode/utils:copy_and_expand_dflash_and_dspark_inputs_kernel",
         "next_token_ids_ptr out_input_ids_ptr context_slot_mapping_ptr out_context_slot_mapping_ptr "
         "out_query_slot_mapping_ptr out_token_indices_ptr block_table_ptr query_start_loc_ptr seq_lens_ptr "
-        "num_rejected_tokens_ptr: *i32; target_positions_ptr out_context_positions_ptr out_query_positions_ptr: *i64; "
+        "num_rejected_tokens_ptr out_context_positions_ptr out_query_positions_ptr: *i32; target_positions_ptr: *i64; "
         "block_table_stride parallel_drafting_token_id block_size num_query_per_req num_speculative_tokens "
         "total_input_tokens batch_size: i32",
         HAS_NUM_REJECTED=True, SAMPLE_FROM_ANCHOR=False, TILE_SIZE=256,
@@ -184,7 +211,7 @@ LOWERING_CASES = [
             "LOGITS BUFFER PERCENTILE_TO_STD_TABLE NORMAL_CDF_TO_SIGMA_TABLE P: *fp32; K: *i32; LOGITS_STRIDE_0 "
             "BATCH_SIZE: i32",
             " and ".join(["top-k"] * _top_k + ["top-p"] * _top_p),
-            VOCAB_SIZE=151_936, MASK_VALUE=float("-inf"), BLOCK_SIZE=8192, BLOCK_SIZE_TRUNC=4096, TOPK_ENABLED=_top_k,
+            VOCAB_SIZE=_VOCAB, MASK_VALUE=float("-inf"), BLOCK_SIZE=1024, BLOCK_SIZE_TRUNC=512, TOPK_ENABLED=_top_k,
             TOPP_ENABLED=_top_p,
         )
         for _top_k, _top_p in ((True, True), (True, False), (False, True))
@@ -220,7 +247,8 @@ LOWERING_CASES = [
             f"{_S}/logprob:_ranks_kernel",
             f"output_ptr token_ids_ptr: *i64; logits_ptr: {_type}; logits_stride vocab_size batch_size rows_per_core: "
             "i32",
-            f"logits {_type}", option_multibuffer=False, BLOCK_SIZE=8192,
+            f"logits {_type}", {"vocab_size": _VOCAB, "batch_size": 1, "rows_per_core": 1, "grid": 1},
+            option_multibuffer=False, BLOCK_SIZE=8192,
         )
         for _type in ("*fp32", "*bf16")
     ),
@@ -228,7 +256,8 @@ LOWERING_CASES = [
         _case(
             f"{_S}/logprob:_topk_log_softmax_kernel",
             f"output_ptr: *fp32; logits_ptr: {_type}; topk_ids_ptr: *i64; logits_stride topk vocab_size: i32",
-            f"logits {_type}", option_multibuffer=False, BLOCK_SIZE=12_944, PADDED_TOPK=32,
+            f"logits {_type}", {"vocab_size": _VOCAB, "topk": 21, "grid": 1},
+            option_multibuffer=False, BLOCK_SIZE=12_944, PADDED_TOPK=32,
         )
         for _type in ("*fp32", "*bf16")
     ),
@@ -238,7 +267,8 @@ LOWERING_CASES = [
             f"logits_ptr: {_type}; expanded_idx_mapping_ptr token_ids_ptr expanded_local_pos_ptr prompt_bin_mask_ptr "
             "output_bin_counts_ptr: *i32; repetition_penalty_ptr frequency_penalty_ptr presence_penalty_ptr: *fp32; "
             "logits_stride prompt_bin_mask_stride output_bin_counts_stride vocab_size: i32",
-            f"logits {_type}", NUM_VOCAB_BLOCKS=38, VOCAB_GRID_SIZE=38, BLOCK_SIZE=4096,
+            f"logits {_type}", {"vocab_size": _VOCAB, "*expanded_local_pos_ptr": 0, "grid": 38},
+            NUM_VOCAB_BLOCKS=38, VOCAB_GRID_SIZE=38, BLOCK_SIZE=4096,
         )
         for _type in ("*fp32", "*bf16")
     ),
@@ -246,7 +276,8 @@ LOWERING_CASES = [
         _case(
             "worker/v2/structured_outputs:_apply_grammar_bitmask_kernel",
             f"logits_ptr: {_type}; logits_indices_ptr bitmask_ptr: *i32; logits_stride bitmask_stride vocab_size: i32",
-            f"logits {_type}", BLOCK_SIZE=8192,
+            f"logits {_type}", {"vocab_size": _VOCAB, "grid": 19},
+            BLOCK_SIZE=8192,
         )
         for _type in ("*fp32", "*bf16")
     ),
@@ -260,11 +291,12 @@ LOWERING_CASES = [
         f"{_S}/penalties:_bincount_kernel",
         "expanded_idx_mapping_ptr all_token_ids_ptr prompt_len_ptr prefill_len_ptr prompt_bin_mask_ptr "
         "output_bin_counts_ptr: *i32; all_token_ids_stride prompt_bin_mask_stride output_bin_counts_stride: i32",
-        BLOCK_SIZE=1024,
+        "", {"*prompt_len_ptr": 2048, "*prefill_len_ptr": 4096, "grid": 4}, BLOCK_SIZE=1024,
     ),
     _case(
         "worker/v2/spec_decode/dflash/speculator:_prepare_dflash_inputs_kernel_ascend",
-        "out_input_ids_ptr out_query_start_loc_ptr out_seq_lens_ptr out_query_slot_mapping_ptr out_context_slot_mapping_ptr "
+        "out_input_ids_ptr out_query_start_loc_ptr out_seq_lens_ptr out_query_slot_mapping_ptr "
+        "out_context_slot_mapping_ptr "
         "out_sample_idx_mapping_ptr target_query_start_loc_ptr idx_mapping_ptr next_prefill_tokens_ptr num_sampled_ptr "
         "num_rejected_ptr block_table_ptr: *i32; out_query_positions_ptr out_context_positions_ptr "
         "out_sample_indices_ptr out_sample_pos_ptr out_seeds_ptr target_positions_ptr last_sampled_ptr seeds_ptr: "
