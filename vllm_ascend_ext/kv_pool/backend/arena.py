@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from vllm_ascend_ext.kv_pool.backend import record_lock
 from vllm_ascend_ext.kv_pool.clock import Deadline
-from vllm_ascend_ext.kv_pool.errors import ClosedError, ConfigError, DeadlineExceeded
+from vllm_ascend_ext.kv_pool.errors import ConfigError, DeadlineExceeded
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ _AT_MAGIC, _AT_VERSION, _AT_CAPACITY, _AT_READY = range(4)
 _POOL_BYTE, _MAKER_BYTE, _CLIENT_BYTE = 0, 1, 64
 _TOUCH_STEP = 256 << 20
 _DESTROY_TIMEOUT = 5.0
+_REOPEN_PAUSE = 0.01
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -77,13 +78,11 @@ class Segment:
 
     def __init__(self, spec: SegmentSpec, lock_fd: int, meta_fd: int, arena_fd: int) -> None:
         self.spec = spec
-        self._pid = os.getpid()
         self._lock_fd = lock_fd
         self._meta_fd = meta_fd
         self._mutex = threading.Lock()
         self._users = 1
         self._claimed: set[int] = set()
-        self._forked = False
         self._meta = mmap.mmap(meta_fd, _HEADER_BYTES + spec.table_bytes)
         self.arena: Bytes = np.frombuffer(mmap.mmap(arena_fd, spec.capacity_bytes), np.uint8)
         self.address = int(self.arena.ctypes.data)
@@ -96,15 +95,6 @@ class Segment:
     def reserve_table(self, offset: int, length: int) -> None:
         """Put memory behind a part of the table; OSError if there is none. Touching a part without could kill us."""
         os.posix_fallocate(self._meta_fd, _HEADER_BYTES + offset, length)
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is a child that was forked after the segment was opened: it may not use it."""
-        return self._forked or self._pid != os.getpid()
-
-    def check_process(self) -> None:
-        if self.forked:
-            raise ClosedError(f"{self.spec.folder} was opened by process {self._pid}; after a fork open it again")
 
     @contextmanager
     def lock(self, timeout: float) -> Iterator[None]:
@@ -143,7 +133,7 @@ class Segment:
         use them."""
         with _REGISTRY_LOCK:
             self._users -= 1
-            if self._users or self.forked:
+            if self._users:
                 return
             _REGISTRY.pop(_identity(self._lock_fd), None)
             try:
@@ -171,19 +161,27 @@ def open_segment(spec: SegmentSpec, initialise: Callable[[Segment], None]) -> Se
     still making it).
     """
     deadline = Deadline.after(spec.open_timeout)
-    with _REGISTRY_LOCK:
-        while True:
-            _ensure_folder(spec.folder)
-            opened = _opened_here(spec.folder)
-            if opened is not None:
-                _check_same(opened.spec, spec)
-                opened.add_user()
-                return opened
-            segment = _attach(spec, deadline, initialise)
-            if segment is not None:
-                _REGISTRY[_identity(segment._lock_fd)] = segment
-                return segment
-            deadline.check(f"opening {spec.folder}")
+    while True:
+        with _REGISTRY_LOCK:
+            segment = _open_once(spec, initialise)
+        if segment is not None:
+            return segment
+        deadline.check(f"{spec.folder} is still being made by another process")
+        time.sleep(min(_REOPEN_PAUSE, deadline.remaining()))
+
+
+def _open_once(spec: SegmentSpec, initialise: Callable[[Segment], None]) -> Segment | None:
+    """None if another process is making or removing the files at this moment."""
+    _ensure_folder(spec.folder)
+    segment = _opened_here(spec.folder)
+    if segment is not None:
+        _check_same(segment.spec, spec)
+        segment.add_user()
+        return segment
+    segment = _attach(spec, initialise)
+    if segment is not None:
+        _REGISTRY[_identity(segment._lock_fd)] = segment
+    return segment
 
 
 def destroy_segment(folder: Path, force: bool = False) -> bool:
@@ -209,8 +207,8 @@ def destroy_segment(folder: Path, force: bool = False) -> bool:
             os.close(lock_fd)
 
 
-def _attach(spec: SegmentSpec, deadline: Deadline, initialise: Callable[[Segment], None]) -> Segment | None:
-    """Open the files, making them first if need be. None if the folder was removed meanwhile: try again."""
+def _attach(spec: SegmentSpec, initialise: Callable[[Segment], None]) -> Segment | None:
+    """Open the files, making them first if need be. This process has none of them open, and so may close them."""
     try:
         lock_fd = _open_private(spec.folder / "lock", create=True)
     except FileNotFoundError:
@@ -218,8 +216,7 @@ def _attach(spec: SegmentSpec, deadline: Deadline, initialise: Callable[[Segment
     opened = [lock_fd]
     made = False
     try:
-        record_lock.lock(lock_fd, _MAKER_BYTE, deadline, f"{spec.folder}, being made,")
-        if not _is_at(lock_fd, spec.folder / "lock"):
+        if not record_lock.try_lock(lock_fd, _MAKER_BYTE) or not _is_at(lock_fd, spec.folder / "lock"):
             os.close(lock_fd)
             return None
         opened += [_open_private(spec.folder / name, create=True) for name in ("meta", "arena")]
@@ -242,7 +239,7 @@ def _attach(spec: SegmentSpec, deadline: Deadline, initialise: Callable[[Segment
             _unlink_all(spec.folder)
         for fd in opened:
             os.close(fd)
-        if isinstance(error, OSError) and not isinstance(error, DeadlineExceeded):
+        if isinstance(error, OSError):
             raise ConfigError(
                 f"capacity_bytes={spec.capacity_bytes}: {spec.folder} can't be opened ({error})"
             ) from error
@@ -393,7 +390,6 @@ def _forget_in_child() -> None:
     global _REGISTRY_LOCK
     _REGISTRY_LOCK = threading.Lock()
     for segment in _REGISTRY.values():
-        segment._forked = True
         segment._close_files()
     _REGISTRY.clear()
 

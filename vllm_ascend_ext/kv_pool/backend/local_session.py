@@ -31,6 +31,7 @@ class Session:
         self._state = threading.Lock()
         self._calls = 0
         self._closed = False
+        self._pid = os.getpid()
         self.segment: Segment = open_segment(spec, Table.initialise)
         try:
             self.table = Table(self.segment)
@@ -48,10 +49,13 @@ class Session:
     @contextmanager
     def call(self) -> Iterator[None]:
         """The length of one store call, during which the pool stays mapped. Raises ClosedError."""
+        if self._pid != os.getpid():  # asked first: our locks may have been taken when the fork came
+            raise ClosedError(
+                f"this client of the local store belongs to process {self._pid}; after a fork open it again"
+            )
         with self._state:
             if self._closed:
                 raise ClosedError("this client of the local store is closed")
-            self.segment.check_process()
             self._calls += 1
         try:
             yield
@@ -134,6 +138,8 @@ class Session:
 
     def close(self) -> None:
         """Idempotent. A call that is still copying goes on, and lets go when it ends."""
+        if self._pid != os.getpid():
+            return
         with self._state:
             if self._closed:
                 return
@@ -159,8 +165,6 @@ class Session:
 
     def _let_go(self) -> None:
         _SESSIONS.discard(self)
-        if self.segment.forked:
-            return
         try:
             with self.segment.lock(self._lock_timeout):
                 self.table.settle()

@@ -385,7 +385,7 @@ class Table:
         for length in (2 * wanted, len(self._queue)):
             queue = self._queue[:length]
             same = (self.state[queue] == PUBLISHED) & (self.last_used[queue] == self._queue_ticks[:length])
-            evictable = queue[same & ~(self.leased(queue, now) | self.pinned(queue))]
+            evictable: Ints = queue[same & ~(self.leased(queue, now) | self.pinned(queue))]
             if len(evictable) >= wanted:
                 break
         gone = int(same.argmax()) if same.any() else len(same)  # what was used since, or is not there any more
