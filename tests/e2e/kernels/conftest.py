@@ -30,7 +30,7 @@ settings.register_profile(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.register_profile("device", parent=settings.get_profile("interpret"), max_examples=60)
+settings.register_profile("device", parent=settings.get_profile("interpret"), max_examples=40)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
