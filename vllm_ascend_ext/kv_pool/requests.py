@@ -139,10 +139,13 @@ class RequestTracker:
     save_failures: int = 0  # in a row
     save_jobs: dict[int, SaveSpec] = field(default_factory=dict)  # not reported by all ranks yet
     block_ids: tuple[Sequence[int], ...] = ()  # the table of the last step
+    withheld: ScheduledRequest | None = None  # the last step, if its save waits for the outcome of its loads
+    beside_loads: frozenset[int] = frozenset()  # the jobs of these loads
 
     def forget_life(self) -> None:
         """Preempted: nothing that is still under way belongs to the request any more."""
         self.save_jobs.clear()
         self.load_job = None
+        self.withheld = None
         self.block_ids = ()
         self.offered_tokens = self.saved_tokens

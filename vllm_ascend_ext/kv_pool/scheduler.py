@@ -6,7 +6,7 @@ an exception out of a scheduler hook would end the engine for every request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Protocol
 
@@ -52,6 +52,7 @@ class KVPoolScheduler:
         self._save_owner: dict[int, str] = {}
         self._reported: dict[int, tuple[int, int]] = {}  # save jobs that some ranks have reported
         self._delayed_free: set[str] = set()
+        self._late: dict[str, RequestTracker] = {}  # ended, with a save that was withheld
         self._job_ids = count(1)
 
     # -- hits -------------------------------------------------------------------------------------------------------
@@ -119,10 +120,8 @@ class KVPoolScheduler:
             if meta.load is not None and (tracker := self._trackers.get(meta.req_id)) is not None:
                 self._own_load(tracker, meta.load.job_id)
         metas = {meta.req_id: meta for meta in loads}
-        for scheduled in step.requests:
-            save = self._save(scheduled)
-            if save is not None:
-                metas[scheduled.req_id] = _with_load(save, metas.get(scheduled.req_id))
+        for save in [*self._late_saves(), *self._saves(step.requests, loads)]:
+            metas[save.req_id] = _with_load(save, metas.get(save.req_id))
         return PoolMetadata(
             requests=list(metas.values()),
             computed_blocks=self._computed_blocks(step.requests),
@@ -141,7 +140,12 @@ class KVPoolScheduler:
         self._loads = [meta for meta in self._loads if meta.req_id != req_id or (meta.load and meta.load.is_async)]
         loading = self._setup.load_async and tracker.load_job is not None
         saving = bool(tracker.save_jobs) and not loading
+        withheld = tracker.withheld
         self._forget_jobs(tracker)
+        if withheld is not None and not saving:
+            tracker.withheld = withheld
+            self._late[req_id] = tracker
+            saving = True
         if saving:
             self._delayed_free.add(req_id)
         return saving
@@ -153,6 +157,7 @@ class KVPoolScheduler:
             return
         for job_id in report.failed_loads:
             self._load_failed(job_id)
+            self._late = {name: late for name, late in self._late.items() if job_id not in late.beside_loads}
         for job_id, result in report.saved_until.items():
             self._save_reported(job_id, *result)
 
@@ -186,6 +191,7 @@ class KVPoolScheduler:
             or self._save_owner
             or self._reported
             or self._delayed_free
+            or self._late
         )
 
     def close(self) -> list[str]:
@@ -208,13 +214,40 @@ class KVPoolScheduler:
         end = request.num_tokens if self._setup.only_full_attention else request.num_tokens - 1
         return self._setup.floor(min(end, len(request.block_hashes) * self._setup.hash_unit))
 
-    def _save(self, scheduled: ScheduledRequest) -> ReqMeta | None:
-        tracker = self._trackers.get(scheduled.req_id)
-        if tracker is None:
-            return None
-        tracker.block_ids = scheduled.block_ids
-        if not self._setup.config.saves:
-            return None
+    def _saves(self, requests: Sequence[ScheduledRequest], loads: Sequence[ReqMeta]) -> Iterator[ReqMeta]:
+        """What this step saves, request by request.
+
+        With several ranks, a load that fails on one of them makes what all of them compute on it worthless, and only
+        the scheduler hears of it. So what is computed beside a synchronous load is saved in the next step.
+        """
+        jobs: dict[int, set[int]] = {}  # of each block that is being loaded
+        for meta in loads if self._num_ranks > 1 else ():
+            if meta.load is not None and not meta.load.is_async:
+                for block in meta.block_ids[0].tolist():
+                    jobs.setdefault(block, set()).add(meta.load.job_id)
+        for scheduled in requests:
+            tracker = self._trackers.get(scheduled.req_id)
+            if tracker is None:
+                continue
+            tracker.block_ids = scheduled.block_ids
+            if not self._setup.config.saves:
+                continue
+            shared = [jobs[block] for block in scheduled.block_ids[0] if block in jobs] if jobs else []
+            tracker.beside_loads = frozenset().union(*shared)
+            tracker.withheld = scheduled if tracker.beside_loads else None
+            save = self._save(tracker, scheduled) if tracker.withheld is None else None
+            if save is not None:
+                yield save
+
+    def _late_saves(self) -> Iterator[ReqMeta]:
+        """What was withheld of requests that have ended meanwhile; their blocks are being kept."""
+        late, self._late = self._late, {}
+        for tracker in late.values():
+            save = self._save(tracker, tracker.withheld) if tracker.withheld is not None else None
+            if save is not None:
+                yield save
+
+    def _save(self, tracker: RequestTracker, scheduled: ScheduledRequest) -> ReqMeta | None:
         if self._setup.load_async and tracker.load_job is not None:
             return None  # its blocks are still being written by the load
         request = tracker.request
@@ -273,7 +306,9 @@ class KVPoolScheduler:
             self._reported[job_id] = (saved_until, ranks)
             return
         del self._save_owner[job_id]
-        tracker = self._trackers[req_id]
+        tracker = self._trackers.get(req_id)
+        if tracker is None:  # a late save
+            return
         save = tracker.save_jobs.pop(job_id)
         complete = saved_until >= save.end_token
         tracker.save_failures = 0 if complete else tracker.save_failures + 1
