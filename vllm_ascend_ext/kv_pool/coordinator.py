@@ -3,6 +3,9 @@
 A prefix of ``end`` tokens can be resumed from when every group can: full attention needs all blocks before ``end``, a
 sliding window those that the window of the next token reaches, a recurrent state the one block that ends there. The
 hit is the longest boundary that all groups can serve - not the shortest of the groups' own hits.
+
+A draft model's KV at a token depends on the token behind it, which a block's hash doesn't know of its last token: so a
+draft group's last block doesn't count, and it serves ``end`` only when it has the block behind ``end``, too.
 """
 
 from __future__ import annotations
@@ -75,6 +78,8 @@ class AscendStoreCoordinator:
             first = last - 1
         else:
             first = np.maximum(ends - spec.window + 1, 0) // spec.block_size
+        if spec.is_draft:
+            last = last + 1
         known = last <= len(present)
         last, first = np.minimum(last, len(present)), np.minimum(first, len(present))
         served: npt.NDArray[np.bool_] = known & (missing[last] == missing[first])
