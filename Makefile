@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ENGINE := .venv-engine
 ASCEND := .venv-ascend
 
-.PHONY: help venv lint test fault engine ascend ascend-check clean
+.PHONY: help venv lint test fault bench engine ascend ascend-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,11 +21,24 @@ venv: $(VENV)/.done ## the development environment in .venv
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-test: venv ## the whole CPU tier
-	$(BIN)/python -m pytest
+# The fault tier waits for deadlines most of the time, so it runs on more workers than there are cores.
+PYTEST := -m pytest
+FAULT := -m fault -n 8 --fault-fail-unreached
 
-fault: venv ## the pool driven through its failure paths
-	$(BIN)/python -m pytest -m fault
+test: venv ## the whole CPU tier, with the pool's coverage
+	$(BIN)/coverage erase
+	$(BIN)/coverage run $(PYTEST) -m "not fault" -n 2
+	$(BIN)/coverage run $(PYTEST) $(FAULT)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+	$(BIN)/coverage json --quiet -o build/coverage.json
+	$(BIN)/python tests/check_coverage.py < build/coverage.json
+
+fault: venv ## the pool driven through its failure paths: build/fault-matrix.json and .html
+	$(BIN)/python $(PYTEST) $(FAULT)
+
+bench: venv ## the pool's figures as ratios: build/bench-pool.json
+	$(BIN)/python -m benchmarks.pool
 
 $(ENGINE)/.done: requirements-engine.txt pyproject.toml
 	$(PYTHON) -m venv $(ENGINE)
