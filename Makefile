@@ -23,11 +23,12 @@ lint: venv ## ruff and mypy
 
 # The fault tier waits for deadlines most of the time, so it runs on more workers than there are cores.
 PYTEST := -m pytest
+CPU_TIER := not (fault or engine or backend or ascend or cuda or npu)
 FAULT := -m fault -n 8 --fault-fail-unreached
 
 test: venv ## the whole CPU tier, with the pool's coverage
 	$(BIN)/coverage erase
-	$(BIN)/coverage run $(PYTEST) -m "not fault" -n 2
+	$(BIN)/coverage run $(PYTEST) -m "$(CPU_TIER)" -n 2
 	$(BIN)/coverage run $(PYTEST) $(FAULT)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report

@@ -61,7 +61,7 @@ class TestOneStatusPerKey:
         assert (bench.memory.bytes == before).all()
 
     @pytest.mark.parametrize("method", ["exists", "put", "get"])
-    @pytest.mark.parametrize("answer", WRONG_SHAPES, ids=repr)
+    @pytest.mark.parametrize("answer", WRONG_SHAPES, ids=lambda answer: f"{type(answer).__name__}-{answer!s:.12}")
     def test_an_answer_of_the_wrong_shape_fails_every_key(self, bench, method, answer):
         """A46: a short answer must not leave its tail counted as done, nor its head."""
         bench.put()
