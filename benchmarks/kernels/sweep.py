@@ -31,11 +31,17 @@ def _product(**axes: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _logprobs_settings(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    for tile, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (2048, 8), (16384, 8)):
+    for tile, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16)):
         lanes = warps * 32 * 16 // dtype.itemsize
-        if lanes <= tile:
-            for per_core in (1, 2, 4, 8, 16):
-                yield {"tile": tile, "num_warps": warps, "lanes": lanes, "programs_per_core": per_core}
+        for stages in (1, 3):
+            for per_core in (1, 2, 4, 8, 16) if lanes <= tile else ():
+                yield {
+                    "tile": tile,
+                    "num_warps": warps,
+                    "lanes": lanes,
+                    "stages": stages,
+                    "programs_per_core": per_core,
+                }
 
 
 #: operation -> (module, its workloads, settings to try)

@@ -29,6 +29,8 @@ class _Setting:
     lanes: int
     #: Whether the last tile of a piece has code of its own, so that all others load without a mask.
     tail_apart: bool
+    #: Tiles on their way at once; 1: the next is loaded when the last is folded.
+    stages: int
     #: Columns looked up at a time; 1: one after the other, by the scalar unit.
     columns: int
     #: Most pieces of a row.
@@ -39,10 +41,10 @@ class _Setting:
 
 def _setting(target: Target, element_bytes: int) -> _Setting:
     if target.interpreted:
-        return _Setting(64, 16, target.body == "cuda", 4 if target.body == "cuda" else 1, 8, 1, 1)
+        return _Setting(64, 16, target.body == "cuda", 1, 4 if target.body == "cuda" else 1, 8, 1, 1)
     if target.body == "npu":
-        return _Setting(8192, 512, False, 1, 64, 1, 1)
-    return _Setting(4096, 4096 * 4 // element_bytes // 4, True, 32, 128, 4, 8)
+        return _Setting(8192, 512, False, 1, 1, 64, 1, 1)
+    return _Setting(4096, 4096 * 4 // element_bytes // 4, True, 1, 32, 128, 4, 8)
 
 
 @triton.jit
@@ -125,6 +127,7 @@ def _fold_kernel(
     COLUMNS: tl.constexpr,
     ALIGN: tl.constexpr,
     TAIL_APART: tl.constexpr,
+    STAGES: tl.constexpr,
     LSE: tl.constexpr,
     RANK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -148,7 +151,7 @@ def _fold_kernel(
         whole_end = end
         if TAIL_APART:
             whole_end = start + (end - start) // TILE * TILE
-            for first in range(start, whole_end, TILE):
+            for first in tl.range(start, whole_end, TILE, num_stages=STAGES):
                 x = tl.load(row_ptr + first + offsets).to(tl.float32)
                 top, total, count = _fold(x, chosen, top, total, count, TILE, LANES, LSE, RANK)
             if whole_end < end:
@@ -251,6 +254,7 @@ def score(
         COLUMNS=setting.columns,
         ALIGN=_launch.vector_elements(logits.stride(0), logits.element_size()),
         TAIL_APART=setting.tail_apart,
+        STAGES=setting.stages,
         LSE=lse,
         RANK=rank,
         WHOLE=whole,

@@ -97,17 +97,14 @@ def _fill_ids_kernel(
         for first in range(0, num_columns, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             if asked > 0:
-                source = requested_ptr + request * requested_stride + column
-                token = tl.load(source, mask=column < asked, other=0)
-                tl.store(row_ids_ptr + 1 + column, token.to(tl.int64), mask=column < num_columns)
-                token = tl.where(column < asked, token, -1)
-                tl.store(row_lookup_ptr + 1 + column, token.to(tl.int64), mask=column < num_columns)
+                requested = requested_ptr + request * requested_stride + column
+                token = tl.load(requested, mask=column < asked, other=-1)
             else:
-                source = topk_ptr + row * topk_stride.to(tl.int64) + column
-                token = tl.load(source, mask=column < num_topk, other=0).to(tl.int32)
-                tl.store(row_ids_ptr + 1 + column, token.to(tl.int64), mask=column < num_columns)
-                token = tl.where(column < num_topk, token, -1)
-                tl.store(row_lookup_ptr + 1 + column, token.to(tl.int64), mask=column < num_columns)
+                best = topk_ptr + row * topk_stride.to(tl.int64) + column
+                token = tl.load(best, mask=column < num_topk, other=-1).to(tl.int32)
+            used = column < tl.where(asked > 0, asked, num_topk)
+            tl.store(row_ids_ptr + 1 + column, tl.where(used, token, 0).to(tl.int64), mask=column < num_columns)
+            tl.store(row_lookup_ptr + 1 + column, token.to(tl.int64), mask=column < num_columns)
 
 
 def _fill_ids(
