@@ -285,8 +285,8 @@ def _touch(arena: Bytes, folder: Path, write: bool) -> None:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(steps))) as threads:
         for done, _ in enumerate(threads.map(touch, steps), 1):
             if done % 8 == 0:
-                seconds = time.monotonic() - started
-                logger.info("%s: %d of %d MiB touched, %.1f s", folder, done << 8, len(arena) >> 20, seconds)
+                touched, seconds = done * _TOUCH_STEP >> 10, time.monotonic() - started
+                logger.info("%s: %d of %d KiB touched, %.1f s", folder, touched, len(arena) >> 10, seconds)
 
 
 def _is_ready(spec: SegmentSpec, meta_fd: int) -> bool:

@@ -235,3 +235,29 @@ def test_the_overhead_per_cached_block_is_under_512_bytes(local_pool):
     assert client.backend.stats()["keys"] == count
     used = sum(path.stat().st_blocks * 512 for path in local_pool.folder.iterdir())
     assert 0 < (used - local_pool.capacity_bytes) / count < 512
+
+
+def test_making_a_large_pool_tells_how_far_it_is(local_pool, monkeypatch, caplog):
+    monkeypatch.setattr(arena, "_TOUCH_STEP", 16 * 4096)
+    with caplog.at_level("INFO", logger=arena.__name__):
+        local_pool.open()
+    assert [record.getMessage().split(": ")[1].split(",")[0] for record in caplog.records] == [
+        "512 of 1024 KiB touched",
+        "1024 of 1024 KiB touched",
+    ]
+
+
+def test_a_host_that_does_not_tell_its_memory_is_an_error(nothing_left, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda path: "MemTotal: 1 kB\n")
+    with pytest.raises(ConfigError, match="doesn't say what memory is available"):
+        LocalBackend(nothing_left, SIZE)
+
+
+def test_a_living_process_s_client_cannot_be_taken_over(local_pool):
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, local_pool.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "\n"
+    with pytest.raises(RuntimeError, match=r"client 0 of .* belongs to another process"):
+        local_pool.open().backend._session.segment.claim(0)
+    other.communicate("\n", timeout=60)
