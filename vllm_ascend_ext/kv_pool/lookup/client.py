@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from vllm_ascend_ext.kv_pool.errors import ClosedError, DeadlineExceeded, PoolEr
 from vllm_ascend_ext.kv_pool.lookup.endpoint import check_path, positive_seconds
 from vllm_ascend_ext.kv_pool.lookup.faults import OutageLog
 from vllm_ascend_ext.kv_pool.lookup.frames import readable, recv_frames, send_frames
+from vllm_ascend_ext.kv_pool.lookup.wake import Wake
 from vllm_ascend_ext.kv_pool.lookup.wire import Buffer, LookupRequest, WireError, decode_reply, encode_request
 from vllm_ascend_ext.kv_pool.observe import Stats
 
@@ -69,7 +69,8 @@ class LookupKeyClient:
         self._retry_at = -math.inf
         self._channel: _Channel | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = zmq.Context()
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake = Wake()
+        self._wake.open()
 
     def lookup(
         self,
@@ -117,7 +118,7 @@ class LookupKeyClient:
         with self._condition:
             if not self._closed:
                 self._closed = True
-                os.write(self._wake_write, b"x")
+                self._wake.set()
                 self._condition.notify_all()
             if not deadline.wait_for(self._condition, lambda: not self._busy):
                 return [f"a look-up at {self.path}"]
@@ -126,8 +127,7 @@ class LookupKeyClient:
                 return []
             self._drop_channel()
             context.destroy(linger=0)
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self._wake.close()
         return []
 
     # -- one look-up; the caller has set ``_busy`` ------------------------------------------------------------------
@@ -167,7 +167,7 @@ class LookupKeyClient:
                 return self._channel.exchange(frames, deadline)
         self._drop_channel()
         assert self._context is not None
-        self._channel = _Channel(self._context, self.path, self._wake_read)
+        self._channel = _Channel(self._context, self.path, self._wake.descriptor)
         return self._channel.exchange(frames, deadline)
 
     def _begin_backoff(self, name: str, whom: tuple[str], cause: BaseException) -> None:

@@ -1,30 +1,31 @@
 """Answers every look-up exactly once, whatever it holds and whatever the worker does; must never know keys or stores.
 
-One thread owns the socket; handlers run beside it on a few lanes, so that one that is stuck delays nobody. The ROUTER
-socket interoperates with REQ peers: a message is the peer's identity and envelope, an empty frame, and the question.
+A few threads take turns at the socket; whoever got a question hands the turn on before it runs the handler, so that one
+that is stuck delays nobody. The ROUTER socket interoperates with REQ peers: a message is the peer's identity and
+envelope, an empty frame, and the question.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 import select
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 import zmq
 
-from vllm_ascend_ext.kv_pool.calls import Call, Lanes
 from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock, Deadline
 from vllm_ascend_ext.kv_pool.errors import BadAnswer, DeadlineExceeded, NotRunning, PoolError, as_int
-from vllm_ascend_ext.kv_pool.lookup.endpoint import Endpoint, check_path, claim, positive_seconds
+from vllm_ascend_ext.kv_pool.lookup.crew import Crew, Work
+from vllm_ascend_ext.kv_pool.lookup.endpoint import check_path, claim, positive_seconds
 from vllm_ascend_ext.kv_pool.lookup.faults import OutageLog
 from vllm_ascend_ext.kv_pool.lookup.frames import readable, recv_frames, send_frames
+from vllm_ascend_ext.kv_pool.lookup.wake import Wake
 from vllm_ascend_ext.kv_pool.lookup.wire import (
     DEFAULT_LIMITS,
     Buffer,
@@ -53,7 +54,7 @@ class LookupKeyServer:
     """Serves ``handler`` at ``path`` from ``start`` to ``close``.
 
     A question that isn't one, and a handler that raises, answers nonsense or is not done within ``handler_timeout_s``,
-    are answered with 0 hits. ``failed`` holds the cause once the server's own thread has died; clients then find nobody
+    are answered with 0 hits. ``failed`` holds the cause once the server itself has died; clients then find nobody
     at the path. ConfigError for a timeout that is not above 0, and from ``start`` if the path can't be had.
 
     Counters: ``lookup_served``, and as failures ``lookup_bad_requests``, ``lookup_handler_errors``,
@@ -79,120 +80,81 @@ class LookupKeyServer:
         self._clock = clock
         self._stats = stats or Stats()
         self._faults = OutageLog(self._stats)
-        self._wake = _Wake()
-        self._lanes = Lanes(
-            "lookup-handler",
-            size=_HANDLER_THREADS,
-            max_stuck=_MAX_STUCK,
-            on_fatal=self._stop_with,
-            clock=clock,
+        self._crew = Crew(
+            "lookup-handler", self._lead, self._fail, size=_HANDLER_THREADS, max_stuck=_MAX_STUCK, clock=clock
         )
         self._lock = threading.Lock()  # whoever touches the socket or the open questions holds it
-        self._socket: zmq.Socket[bytes] | None = None
+        self._socket: _Socket | None = None
         self._open: dict[int, _Question] = {}
         self._tickets = itertools.count()
-        self._fatal: BaseException | None = None
-        self._closing = False
-        self._thread: threading.Thread | None = None
+        self._wake = Wake()
+        self._started = False
 
     def start(self, timeout_s: float = _START_SECONDS) -> None:
         """Return when the path is served; raises with nothing left behind if it can't be."""
-        if self._thread is not None or self._closing:
+        if self._started:
             raise NotRunning(f"the look-up server at {self.path} can be started only once")
-        with ExitStack() as undo:
-            endpoint = claim(self.path)
-            undo.callback(endpoint.release)
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            undo.callback(context.destroy, linger=0)
-            self._socket = _listen(context, endpoint)
+        self._started = True
+        try:
             self._wake.open()
-            undo.callback(self._wake.close)
-            undo.callback(self._lanes.close, timeout_s)
-            self._lanes.start(timeout_s)
-            thread = threading.Thread(target=self._serve, args=(context, endpoint), name="lookup-server", daemon=True)
-            thread.start()
-            self._thread = thread
-            undo.pop_all()
+            self._socket = _Socket(self.path, self._wake.descriptor)
+            self._crew.start(timeout_s)
+        except BaseException:
+            self.close(timeout_s)
+            raise
 
     def close(self, timeout_s: float = 1.0) -> list[str]:
         """Answer what is open with 0, stop, and give everything back; idempotent.
 
         Returns what is still stuck after ``timeout_s``: handlers that have not returned, which can do no harm any more.
         """
+        self._started = True
         deadline = Deadline.after(timeout_s, self._clock)
-        self._closing = True
-        self._wake.set()
-        stuck = self._lanes.close(deadline.remaining())  # meanwhile the server's thread ends too
-        if self._thread is not None:
-            self._thread.join(deadline.remaining())
-            if self._thread.is_alive():
-                return [*stuck, f"the look-up server's thread at {self.path}"]
+        shut = self._shut(deadline)
+        stuck = self._crew.close(deadline.remaining())
+        if not shut and not self._shut(deadline):
+            return [*stuck, f"the look-up socket {self.path}"]
         self._wake.close()
         return stuck
 
-    # -- the server's thread ----------------------------------------------------------------------------------------
+    # -- the thread that leads --------------------------------------------------------------------------------------
 
-    def _serve(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> None:
-        try:
-            poller = select.poll()
-            poller.register(self._router.FD, select.POLLIN)
-            poller.register(self._wake.descriptor, select.POLLIN)
-            while not self._stopped():
-                pause_s = self._expire()
-                message = self._receive()
-                if message is not None:
-                    self._accept(message)
-                elif not poller.poll(math.ceil(pause_s * 1000)) and not endpoint.is_ours():
-                    raise PoolError(f"the socket file {self.path!r} was removed or replaced")
-        except BaseException as cause:
-            self.failed = cause
-            self._stats.failure("lookup_server_failed", self.path, cause=cause)
-        finally:
+    def _lead(self) -> Work | None:
+        """Answer what needs no handler, until there is a question for one; None once the server is shut."""
+        while True:
+            self._wake.clear()  # first: what is set from now on is seen below, or wakes the poll
+            pause_s = self._expire()
             with self._lock:
-                with suppress(zmq.ZMQError):
-                    for ticket in list(self._open):
-                        self._send(self._open.pop(ticket), 0)
-                self._open.clear()
-                endpoint.release()
-                context.destroy(linger=_FLUSH_MS)
+                socket = self._socket
+                message = socket.receive() if socket is not None else None
+            if socket is None:
+                return None
+            if message is None:
+                socket.wait(pause_s)
+            elif (work := self._accept(message)) is not None:
+                return work
 
-    def _stopped(self) -> bool:
-        self._wake.clear()  # first: what is set from now on is seen below, or wakes the poll
-        if self._fatal is not None:
-            raise self._fatal
-        return self._closing
-
-    @property
-    def _router(self) -> zmq.Socket[bytes]:
-        assert self._socket is not None
-        return self._socket
-
-    def _receive(self) -> list[Buffer] | None:
-        """The next message, or None: then the socket's descriptor will tell of the next one, or ``_wake`` will."""
-        with self._lock:
-            return recv_frames(self._router) if readable(self._router) else None
-
-    def _accept(self, message: Sequence[Buffer]) -> None:
+    def _accept(self, message: Sequence[Buffer]) -> Work | None:
+        """Open the question in ``message``; the work that it makes, or None if it could be answered here."""
         cut = next((i for i, frame in enumerate(message) if i > 0 and not frame), 0) + 1
         ticket = next(self._tickets)
-        question = _Question(
-            [bytes(frame) for frame in message[:cut]], Deadline.after(self.handler_timeout_s, self._clock)
-        )
+        envelope = [bytes(frame) for frame in message[:cut]]
+        question = _Question(envelope, Deadline.after(self.handler_timeout_s, self._clock))
         with self._lock:
             self._open[ticket] = question
         try:
             request = decode_request(message[cut:], self.limits)
         except WireError as error:
             self._settle(ticket, 0, "lookup_bad_requests", error)
-            return
+            return None
         if not request.hashes or request.token_len == 0:
             self._settle(ticket)
-            return
-        handle = partial(self._handle, ticket, request)
-        try:
-            question.call = self._lanes.submit("look-up handler", handle, question.deadline)
-        except (NotRunning, RuntimeError) as error:  # too many are stuck, or no thread is to be had
-            self._settle(ticket, 0, "lookup_handler_refused", error)
+            return None
+        question.work = Work(
+            run=partial(self._handle, ticket, request),
+            refuse=partial(self._settle, ticket, 0, "lookup_handler_refused"),
+        )
+        return question.work
 
     def _expire(self) -> float:
         """Answer for every handler that is overdue; the seconds until the next may be, or the socket file is due."""
@@ -205,51 +167,56 @@ class LookupKeyServer:
             if remaining > 0:
                 return min(remaining, _WATCH_SECONDS)
             cause = DeadlineExceeded(f"the look-up handler was not done within {self.handler_timeout_s} s")
-            if self._settle(ticket, 0, "lookup_handler_timeouts", cause) and question.call is not None:
-                self._lanes.give_up(question.call, cause)
+            if self._settle(ticket, 0, "lookup_handler_timeouts", cause) and question.work is not None:
+                self._crew.give_up(question.work, cause)
 
-    # -- a lane's thread --------------------------------------------------------------------------------------------
+    # -- the thread that has handed the lead on ---------------------------------------------------------------------
 
     def _handle(self, ticket: int, request: LookupRequest) -> None:
         try:
-            try:
-                hit = _checked(self._handler(request), request.token_len)
-            except BadAnswer as error:
-                self._settle(ticket, 0, "lookup_handler_bad_results", error)
-            except BaseException as error:  # also one that is meant to end the thread: it is the handler's, not ours
-                self._settle(ticket, 0, "lookup_handler_errors", error)
-            else:
-                self._settle(ticket, hit)
-        except BaseException as cause:
-            self._stop_with(cause)
+            hit = _checked(self._handler(request), request.token_len)
+        except BadAnswer as error:
+            self._settle(ticket, 0, "lookup_handler_bad_results", error)
+        except BaseException as error:  # also one that is meant to end the thread: it is the handler's, not ours
+            self._settle(ticket, 0, "lookup_handler_errors", error)
+        else:
+            self._settle(ticket, hit)
 
-    # -- either thread ----------------------------------------------------------------------------------------------
+    # -- any thread -------------------------------------------------------------------------------------------------
 
     def _settle(self, ticket: int, hit: int = 0, fault: str = "", cause: BaseException | None = None) -> bool:
         """Count, and answer, one question; False, and nothing is done, if it has been answered before."""
         with self._lock:
             question = self._open.pop(ticket, None)
-            if question is None:
+            if question is None or self._socket is None:
                 return False
             if cause is None:
                 self._stats.count("lookup_served")
                 self._faults.over(f"the look-up server at {self.path}")
             else:
                 self._faults.fault(fault, self.path, cause=cause)
-            self._send(question, hit)
-            if readable(self._router):  # sending may have eaten the descriptor's signal
+            if self._socket.send([*question.envelope, encode_reply(hit)]):
                 self._wake.set()
             return True
 
-    def _send(self, question: _Question, hit: int) -> None:
-        """A peer that has gone, or reads nothing, makes libzmq drop the answer."""
-        with suppress(zmq.Again):
-            send_frames(self._router, [*question.envelope, encode_reply(hit)])
+    def _fail(self, cause: BaseException) -> None:
+        self.failed = cause
+        self._stats.failure("lookup_server_failed", self.path, cause=cause)
+        self._shut(Deadline.after(_START_SECONDS, self._clock))
 
-    def _stop_with(self, cause: BaseException) -> None:
-        """Let the server's thread raise ``cause``."""
-        self._fatal = cause
-        self._wake.set()
+    def _shut(self, deadline: Deadline) -> bool:
+        """Answer what is open with 0, free the path, and let whoever leads end; False if somebody holds the lock."""
+        if not self._lock.acquire(timeout=deadline.remaining()):
+            return False
+        try:
+            socket, self._socket = self._socket, None
+            if socket is not None:
+                socket.close([[*question.envelope, encode_reply(0)] for question in self._open.values()])
+            self._open.clear()
+        finally:
+            self._lock.release()
+            self._wake.set()
+        return True
 
 
 @dataclass
@@ -258,52 +225,57 @@ class _Question:
 
     envelope: Sequence[bytes]
     deadline: Deadline
-    call: Call[None] | None = None
+    work: Work | None = None
 
 
-class _Wake:
-    """A descriptor that polls readable after ``set``; nothing happens to it before ``open`` and after ``close``."""
+class _Socket:
+    """The claimed path and the ROUTER that listens on it. All but ``wait`` needs the server's lock."""
 
-    def __init__(self) -> None:
-        self.descriptor = -1
-        self._write = -1
-        self._is_set = False
-        self._lock = threading.Lock()
+    def __init__(self, path: str, wake: int) -> None:
+        self.path = path
+        self._endpoint = claim(path)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = select.poll()
+        try:
+            self._router = self._context.socket(zmq.ROUTER)
+            self._router.linger = 0
+            # No limit of size: libzmq would cut the connection, and the request would have no answer.
+            self._router.setsockopt(zmq.USE_FD, self._endpoint.descriptor)
+            self._router.bind(f"ipc://{path}")
+            self._endpoint.hand_over()  # libzmq closes it with the socket
+            self._poller.register(self._router.FD, select.POLLIN)
+            self._poller.register(wake, select.POLLIN)
+        except BaseException:
+            self.close([])
+            raise
 
-    def open(self) -> None:
-        self.descriptor, self._write = os.pipe()
+    def receive(self) -> list[Buffer] | None:
+        """The next message, or None: then ``wait`` tells of the next one."""
+        return recv_frames(self._router) if readable(self._router) else None
 
-    def set(self) -> None:
-        with self._lock:
-            if self._write >= 0 and not self._is_set:
-                self._is_set = True
-                os.write(self._write, b"x")
+    def send(self, message: Sequence[bytes]) -> bool:
+        """True if this has eaten the signal that ``wait`` waits for: whoever waits must be woken.
 
-    def clear(self) -> None:
-        if not self._is_set:  # the usual case, without the lock
-            return
-        with self._lock:
-            if self._is_set and self.descriptor >= 0:
-                os.read(self.descriptor, 1)
-                self._is_set = False
+        A peer that has gone, or reads nothing, makes libzmq drop the message.
+        """
+        with suppress(zmq.Again):
+            send_frames(self._router, message)
+        return readable(self._router)
 
-    def close(self) -> None:
-        with self._lock:
-            descriptors = (self.descriptor, self._write)
-            self.descriptor = self._write = -1
-        for descriptor in descriptors:
-            if descriptor >= 0:
-                os.close(descriptor)
+    def wait(self, seconds: float) -> None:
+        """Return when there may be a message, or it is woken; PoolError if nobody can find the path any more."""
+        if not self._poller.poll(math.ceil(seconds * 1000)) and not self._endpoint.is_ours():
+            raise PoolError(f"the socket file {self.path!r} was removed or replaced")
 
-
-def _listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> zmq.Socket[bytes]:
-    """A ROUTER on the endpoint's descriptor. No limit of size: libzmq would cut the connection and answer nobody."""
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    router.setsockopt(zmq.USE_FD, endpoint.descriptor)
-    router.bind(f"ipc://{endpoint.path}")
-    endpoint.hand_over()  # libzmq closes it with the socket
-    return router
+    def close(self, messages: Sequence[Sequence[bytes]]) -> None:
+        """Send ``messages``, and leave nothing behind."""
+        try:
+            with suppress(zmq.ZMQError):
+                for message in messages:
+                    self.send(message)
+        finally:
+            self._endpoint.release()
+            self._context.destroy(linger=_FLUSH_MS)
 
 
 def _checked(value: object, token_len: int) -> int:

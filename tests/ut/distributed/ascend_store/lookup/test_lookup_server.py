@@ -398,24 +398,39 @@ def test_a_missing_socket_directory_is_refused_with_nothing_started(directory: s
         LookupKeyServer(f"{directory}/gone/socket", everything)
 
 
-@pytest.mark.parametrize("name", ["lookup-server", "lookup-handler-0"])
-def test_a_start_that_fails_leaves_nothing_and_the_path_is_free(
-    path: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def no_more_threads_than(count: int) -> Callable[[threading.Thread], None]:
+    """A ``Thread.start`` that fails for the crew's threads behind the first ``count``."""
     start = threading.Thread.start
+    allowed = {f"lookup-handler-{number}" for number in range(count)}
 
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == name:
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("lookup-handler") and thread.name not in allowed:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return limited
+
+
+def test_a_start_that_fails_leaves_nothing_and_the_path_is_free(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads_than(0))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         LookupKeyServer(path, everything).start()
     monkeypatch.undo()
     with serving(path), Peer(path) as peer:
         peer.ask(GOOD)
         assert peer.answer() == reply(64)
+
+
+def test_a_server_that_gets_only_one_thread_still_answers_in_time(
+    path: str, stats: Stats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads_than(1))
+    with serving(path, stats=stats, handler_timeout_s=OVERDUE), Peer(path) as peer:
+        peer.ask(GOOD)
+        assert peer.answer() == ZERO
+        peer.ask(BAD_REQUESTS["missing"])
+        assert peer.answer() == ZERO
+    assert stats.snapshot() == {"lookup_handler_timeouts": 1, "lookup_bad_requests": 1}
 
 
 def test_a_server_is_started_once_and_closed_as_often_as_one_likes(path: str) -> None:
@@ -446,51 +461,76 @@ def test_close_answers_what_is_open_and_names_a_handler_that_stays(path: str) ->
         assert server.close(0.2) == ["look-up handler"]
         assert peer.answer() == ZERO
         assert not os.path.exists(path)
+        assert server.close(0.01) == ["look-up handler"]
     gate.set()
     join("lookup-handler")
     assert server.close() == []
 
 
-@pytest.mark.parametrize("method", ["_accept", "_settle", "_send"])
-def test_a_fatal_error_is_visible_at_once_and_clients_do_not_wait(
-    path: str, stats: Stats, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    cause = SystemExit("injected")
+class NotedFailure(Stats):
+    """``failed`` is set once the server says that it has."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = threading.Event()
+
+    def failure(self, name: str, *args: object, **kwargs: object) -> None:
+        super().failure(name, *args, **kwargs)  # type: ignore[arg-type]
+        if name == "lookup_server_failed":
+            self.failed.set()
+
+
+FATAL = [
+    (LookupKeyServer, "_accept"),
+    (LookupKeyServer, "_expire"),
+    (LookupKeyServer, "_settle"),
+    (server_module._Socket, "receive"),
+    (server_module._Socket, "send"),
+    (server_module.Crew, "_lead_to_work"),
+]
+
+
+@pytest.mark.parametrize(("owner", "method"), FATAL, ids=lambda part: getattr(part, "__name__", part))
+@pytest.mark.parametrize("cause", [SystemExit("injected"), RuntimeError("injected")], ids=repr)
+def test_a_fatal_error_is_visible_at_once_and_clients_do_not_wait(
+    path: str,
+    owner: type,
+    method: str,
+    cause: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def die(*_: object) -> NoReturn:
         raise cause
 
+    stats = NotedFailure()
     client = LookupKeyClient(path, PATIENCE)
     with serving(path, stats=stats) as server:
-        monkeypatch.setattr(LookupKeyServer, method, die)
+        assert client.lookup(64, [b"\xab"]) == 64
+        monkeypatch.setattr(owner, method, die)
+        assert client.lookup(64, [b"\xab"]) in (0, 64)  # 64 if the thread that leads was past the method already
         assert client.lookup(64, [b"\xab"]) == 0
-        join("lookup-server")
+        assert stats.failed.wait(PATIENCE)
         assert server.failed is cause
-        assert not os.path.exists(path)
+    assert not os.path.exists(path)
     assert stats.get("lookup_server_failed") == 1
     assert any("lookup_server_failed" in record.getMessage() for record in caplog.records)
     assert client.close() == []
 
 
-def test_a_fatal_error_of_the_handlers_threads_is_the_servers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(*_: object) -> NoReturn:
-        raise SystemExit("injected")
-
-    client = LookupKeyClient(path, PATIENCE)
-    with serving(path) as server:
-        monkeypatch.setattr(server_module.Lanes, "_perform", die)
-        assert client.lookup(64, [b"\xab"]) == 0
-        join("lookup-server")
-        assert isinstance(server.failed, SystemExit)
-    assert client.close() == []
-
-
-def test_a_socket_file_that_was_removed_is_noticed(path: str) -> None:
-    with serving(path) as server:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_socket_file_that_was_removed_or_replaced_is_noticed(path: str, replaced: bool) -> None:
+    stats = NotedFailure()
+    with serving(path, stats=stats) as server, socket.socket(socket.AF_UNIX) as other:
         os.unlink(path)
-        join("lookup-server")
+        if replaced:
+            other.bind(path)
+        assert stats.failed.wait(PATIENCE)
         assert isinstance(server.failed, PoolError)
         assert "was removed or replaced" in str(server.failed)
+    assert os.path.exists(path) == replaced
+    if replaced:
+        os.unlink(path)
 
 
 SERVER = """
