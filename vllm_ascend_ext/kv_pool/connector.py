@@ -30,7 +30,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from vllm_ascend_ext.kv_pool import metrics
-from vllm_ascend_ext.kv_pool.engine_setup import CacheFacts, GroupSpec, Ranks, block_layouts, pool_setup
+from vllm_ascend_ext.kv_pool.engine_setup import CacheFacts, GroupSpec, Ranks, block_layouts, forward_order, pool_setup
 from vllm_ascend_ext.kv_pool.factory import make_scheduler, make_worker
 from vllm_ascend_ext.kv_pool.observe import logger
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ScheduledRequest, ScheduledStep, StoredBlock, WorkerReport
@@ -170,6 +170,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: KVPoolWorker | None = make_worker(self._setup) if in_worker else None
         self._owners = sum(1 for _ in self._setup.topology.owners())
         self._events: list[KVCacheEvent] = []
+        self._layers: dict[str, int] = {}  # place in the forward pass, by name
 
     @property
     def scheduler(self) -> KVPoolScheduler:
@@ -269,7 +270,10 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         names = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
-        self.worker.register_kv_caches(block_layouts(names, kv_caches, self._kv_cache_config.num_blocks))
+        places = forward_order(names)
+        self._layers = {name: number for number, name in enumerate(places)}
+        layouts = block_layouts(names, kv_caches, self._kv_cache_config.num_blocks)
+        self.worker.register_kv_caches(layouts, list(places.values()))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, AscendStoreMetadata)
@@ -279,12 +283,14 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_load_kv(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return None
+        if layer_name in self._layers:
+            self.worker.wait_for_layer_load(self._orders, self._layers[layer_name])
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        return None
+        if layer_name in self._layers:
+            self.worker.save_kv_layer(self._orders, self._layers[layer_name])
 
     def wait_for_save(self) -> None:
         self.worker.wait_for_save(self._orders)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -106,6 +107,12 @@ def block_layouts(
         base, length, stride = zip(*(piece for segments in layers for piece in segments), strict=True)
         layouts.append(BlockLayout(base, length, stride, num_blocks, per_layer=len(layers[0])))
     return tuple(layouts)
+
+
+def forward_order(groups: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
+    """(group, number in it) of each layer by name, in the forward pass's order: that of the numbers in the names."""
+    places = {name: (group, number) for group, names in enumerate(groups) for number, name in enumerate(names)}
+    return dict(sorted(places.items(), key=lambda item: ([int(n) for n in re.findall(r"\d+", item[0])], item[0])))
 
 
 def _segments(name: str, cache: Any, num_blocks: int) -> Iterable[tuple[int, int, int]]:

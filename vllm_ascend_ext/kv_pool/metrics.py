@@ -11,8 +11,19 @@ from typing import Any, TypeAlias
 
 Payload: TypeAlias = dict[str, Any]
 
-OPERATIONS = {"put": "save_put", "get": "load_get", "exists": "exists", "remove": "remove"}
-"""Label ``operation`` of each call of a store."""
+OPERATIONS = {
+    "put": "save_put",
+    "get": "load_get",
+    "exists": "exists",
+    "remove": "remove",
+    "alloc": "save_alloc",
+    "finish": "save_finish",
+    "key_info": "load_key_info",
+    "add_lease": "load_add_lease",
+    "remove_lease": "load_remove_lease",
+    "copy": "copy",
+}
+"""Label ``operation`` of each call of a store; the later ones are those of layerwise transfer by global addresses."""
 
 COUNTERS = {
     "lookups": "Requests whose prefix was looked up in the pool.",
@@ -46,7 +57,7 @@ def add(total: Payload, more: Mapping[str, Any]) -> Payload:
 
 def operation_of(counter: str) -> tuple[str, str] | None:
     """(operation, what) of a ``store_{call}_{what}`` counter, None of any other."""
-    for call, operation in OPERATIONS.items():
+    for call, operation in sorted(OPERATIONS.items(), key=lambda item: -len(item[0])):  # remove_lease before remove
         prefix = f"store_{call}_"
         if counter.startswith(prefix):
             return operation, counter[len(prefix) :]

@@ -10,6 +10,10 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from vllm_ascend_ext.kv_pool.backend.base import GLOBAL_TO_LOCAL
+
 
 def _backend(host: Any) -> Any:
     return host.worker_connector.worker._client.backend
@@ -22,6 +26,11 @@ def _replace(host: Any, call: str, act: Callable[..., Any]) -> None:
     setattr(backend, call, lambda *arguments: act(original, *arguments))
 
 
+def _clear(addrs: Any, sizes: Any) -> None:
+    for start, length in zip(np.ravel(addrs).tolist(), np.ravel(sizes).tolist(), strict=True):
+        ctypes.memset(start, 0, length)
+
+
 def heal(host: Any) -> None:
     """The backend as it was."""
     backend = _backend(host)
@@ -30,12 +39,18 @@ def heal(host: Any) -> None:
 
 
 def zero_what_is_loaded(host: Any) -> None:
-    """Every get succeeds and leaves zeros: what a pool that loses the bytes looks like."""
+    """Every load succeeds and leaves zeros: what a pool that loses the bytes looks like."""
 
     def get(original: Any, keys: Sequence[str], addrs: Any, sizes: Any, fence: Any) -> Any:
         codes = original(keys, addrs, sizes, fence)
-        for start, length in zip(addrs.ravel().tolist(), sizes.ravel().tolist(), strict=True):
-            ctypes.memset(start, 0, length)
+        _clear(addrs, sizes)
         return codes
 
+    def batch_copy(original: Any, gvas: Any, addrs: Any, sizes: Any, direction: int, fence: Any) -> Any:
+        code = original(gvas, addrs, sizes, direction, fence)
+        if direction == GLOBAL_TO_LOCAL:
+            _clear(addrs, sizes)
+        return code
+
     _replace(host, "get", get)
+    _replace(host, "batch_copy", batch_copy)

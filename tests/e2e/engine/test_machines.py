@@ -11,14 +11,15 @@ import pytest
 from .client import Request
 from .lab import Lab, full_blocks, prompts
 
-MODES = {"sync": {}, "async": {"load_async": True}}
+MODES = {"sync": {}, "async": {"load_async": True}, "layerwise": {"use_layerwise": True}}
 each_mode = pytest.mark.parametrize("extra", [pytest.param(extra, id=mode) for mode, extra in MODES.items()])
 
 
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layerwise"])
 @pytest.mark.parametrize("machine", ["bfloat16", "hybrid", "tp2"])
-def test_two_engines_one_after_the_other(new_lab: Callable[..., Lab], machine: str) -> None:
+def test_two_engines_one_after_the_other(new_lab: Callable[..., Lab], machine: str, layerwise: bool) -> None:
     """The first loads synchronously, where vLLM can, the second asynchronously; each hits what the first saved."""
-    lab = new_lab(machine)
+    lab = new_lab(machine, use_layerwise=layerwise)
     first, second = ([Request(prompt) for prompt in prompts((machine, i), 300, 210, 100, 64, 20)] for i in range(2))
     # A window can't be resumed inside a block: the hit of 64 tokens ends a block earlier there.
     saved = (288, 192, 96, 32 if machine == "hybrid" else 63, 0)

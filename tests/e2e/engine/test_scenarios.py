@@ -14,7 +14,7 @@ import pytest
 from .client import Engine, Request
 from .lab import Lab, full_blocks, prompts
 
-MODES = {"sync": {}, "async": {"load_async": True}}
+MODES = {"sync": {}, "async": {"load_async": True}, "layerwise": {"use_layerwise": True}}
 
 
 class Bench(NamedTuple):
