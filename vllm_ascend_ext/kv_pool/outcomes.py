@@ -29,6 +29,7 @@ class Outcomes:
         """A step begins: what it computes from a block's first token on is right again."""
         for group, blocks in enumerate(meta.computed_blocks):
             self._tainted[group].difference_update(blocks.tolist())
+        self._load_errors |= meta.lost_blocks
 
     # -- loads ------------------------------------------------------------------------------------------------------
 

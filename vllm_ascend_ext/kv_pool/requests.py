@@ -84,12 +84,14 @@ class PoolMetadata:
     """One step's orders to every worker.
 
     ``computed_blocks``: ids, over all groups, of blocks that this step computes from their first token on; whatever was
-    wrong with them is overwritten. ``delayed_free``: finished requests whose blocks vLLM keeps until the worker names
-    them as sent.
+    wrong with them is overwritten. ``lost_blocks``: failed to load in an earlier step, and a request of this one builds
+    on them all the same: to be reported once more. ``delayed_free``: finished requests whose blocks vLLM keeps until
+    the worker names them as sent.
     """
 
     requests: list[ReqMeta] = field(default_factory=list)
     computed_blocks: tuple[IntArray, ...] = ()
+    lost_blocks: frozenset[int] = frozenset()
     preempted: frozenset[str] = frozenset()
     delayed_free: frozenset[str] = frozenset()
 

@@ -27,6 +27,7 @@ from vllm_ascend_ext.kv_pool.requests import (
     ScheduledStep,
     WorkerReport,
 )
+from vllm_ascend_ext.kv_pool.trust import Trust
 
 
 class Lookup(Protocol):
@@ -53,6 +54,7 @@ class KVPoolScheduler:
         self._reported: dict[int, tuple[int, int]] = {}  # save jobs that some ranks have reported
         self._delayed_free: set[str] = set()
         self._late: dict[str, RequestTracker] = {}  # ended, with a save that was withheld
+        self._trust = Trust(setup.groups[0].block_size)
         self._job_ids = count(1)
 
     # -- hits -------------------------------------------------------------------------------------------------------
@@ -119,12 +121,15 @@ class KVPoolScheduler:
         for meta in loads:  # a request may be preempted and resumed within one step: this load is its new life's
             if meta.load is not None and (tracker := self._trackers.get(meta.req_id)) is not None:
                 self._own_load(tracker, meta.load.job_id)
+            self._trust.loading(meta.block_ids[0].tolist())
+        lost = self._trust.plan(step.requests)
         metas = {meta.req_id: meta for meta in loads}
         for save in [*self._late_saves(), *self._saves(step.requests, loads)]:
             metas[save.req_id] = _with_load(save, metas.get(save.req_id))
         return PoolMetadata(
             requests=list(metas.values()),
             computed_blocks=self._computed_blocks(step.requests),
+            lost_blocks=lost,
             preempted=step.preempted,
             delayed_free=frozenset(self._delayed_free),
         )
@@ -179,6 +184,7 @@ class KVPoolScheduler:
             table = list(tracker.block_ids[0]) if tracker.block_ids else []
             first = next((i for i, block in enumerate(table) if block in invalid), len(table))
             untrusted.update(table[first:])
+        self._trust.lose(untrusted)
         return untrusted
 
     @property
@@ -252,6 +258,8 @@ class KVPoolScheduler:
             return None  # its blocks are still being written by the load
         request = tracker.request
         end = self._savable_tokens(request, scheduled)
+        if self._trust.is_lost(scheduled.block_ids[0][: end // self._setup.groups[0].block_size]):
+            return None
         retry = tracker.save_failures <= self._setup.config.save_retries
         if end <= tracker.saved_tokens or tracker.save_jobs or (end <= tracker.offered_tokens and not retry):
             return None
