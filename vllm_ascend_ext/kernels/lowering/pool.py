@@ -6,6 +6,7 @@ started dies with it.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -90,6 +91,7 @@ def _start(worker: Worker[Work, Result], index: int, work: Work, timeout: float)
 
 def _child(worker: Worker[Any, Any], work: Any, folder: Path, connection: Connection) -> None:
     os.setsid()
+    faulthandler.disable()  # the parent tells of a crash; a trace of Python's own would go to what the parent inherited
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
