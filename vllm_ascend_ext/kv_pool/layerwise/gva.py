@@ -48,6 +48,7 @@ class LeaseBook:
         self._stats = stats
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
+        self.debts: list[str] = []  # leases that the store didn't take back
 
     def borrow(self) -> Leases:
         """Leases for one load, given back when it is left."""
@@ -65,18 +66,14 @@ class LeaseBook:
             fresh = [key for key in keys if self._held[key].until < now + self._needed]
         try:
             answer = self._client.add_lease(fresh, self._ttl)
-        except BaseException:
+        except BaseException:  # the thread ends here; what the store may have given is given back
+            self._note(fresh, now)
             self.give_back(keys)
             raise
         taken = dict(zip(fresh, answer.statuses, strict=True))
+        self._note([key for key, status in taken.items() if status is Status.OK], now + self._ttl)
+        self._note([key for key, unsure in zip(fresh, answer.unsure, strict=True) if unsure], now)
         with self._lock:
-            for key, status, unsure in zip(fresh, answer.statuses, answer.unsure, strict=True):
-                held = self._held[key]
-                if status is Status.OK:
-                    held.until = now + self._ttl
-                if status is Status.OK or unsure:
-                    held.taken += 1
-                    self.acquired[key] += 1
             until = {key: self._held[key].until for key in keys}
         self.give_back(key for key, status in taken.items() if status is not Status.OK)
         return [(taken.get(key, Status.OK), until[key]) for key in keys]
@@ -92,9 +89,32 @@ class LeaseBook:
                     gone += [key] * held.taken
                     del self._held[key]
             self.released.update(gone)
-        answer = self._client.remove_lease(gone)
-        if not answer.ok:  # never again: it could take away a lease that somebody has taken since
-            self._stats.failure("lease_release_failed", f"{len(gone)} leases run out by themselves", (), answer.cause)
+        self._remove(gone)
+
+    def close(self) -> None:
+        """Try once more to give back what the store didn't take. (Never earlier: it could be taken from somebody who
+        holds a lease by now. Until then they run out by themselves.)"""
+        debts, self.debts = self.debts, []
+        self._remove(debts)
+
+    def _note(self, keys: Sequence[str], until: float) -> None:
+        """The store has given a lease for each of ``keys``, or may have."""
+        with self._lock:
+            for key in keys:
+                held = self._held[key]
+                held.taken += 1
+                held.until = max(held.until, until)
+                self.acquired[key] += 1
+
+    def _remove(self, keys: list[str]) -> None:
+        try:
+            answer = self._client.remove_lease(keys)
+        except BaseException:
+            self.debts += keys
+            raise
+        if not answer.ok:
+            self.debts += keys
+            self._stats.failure("lease_release_failed", f"{len(keys)} leases run out by themselves", (), answer.cause)
 
 
 class Leases:
@@ -270,7 +290,12 @@ class OpenWrites:
             return
         rows = [self._writer[key] for key in keys]
         codes = [_code(row, at, publish=save is not None) for row, at in rows]
-        answer = self._client.finish(keys, codes)
+        try:
+            answer = self._client.finish(keys, codes)
+        except BaseException as cause:  # the thread ends here
+            self._drop_unpublished(keys, cause)
+            self._book.release(keys)
+            raise
         if save is not None:
             for (row, at), code, status in zip(rows, codes, answer.statuses, strict=True):
                 row.done[at] = row.stored[at] = code == 0 and status is Status.OK

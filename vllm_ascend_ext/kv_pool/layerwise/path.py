@@ -209,6 +209,7 @@ class LayerwisePath:
         except StepEnded:
             return
         except DeadlineExceeded as cause:
+            self._stats.failure("layer_wait_timed_out", transfer.label, transfer.request_ids, cause)
             self._client.breaker.trip()
             step.give_up(transfer, cause)
         except Exception as cause:  # the device's

@@ -186,7 +186,9 @@ class LayerLoad(LayerTransfer):
     @property
     def hopeless(self) -> bool:
         """Nothing that is still to come could be of use."""
-        return (self.as_one and self.failed) or not any(rows.to_copy().size for rows in self.rows)
+        return (
+            self.finished.ended or (self.as_one and self.failed) or not any(rows.to_copy().size for rows in self.rows)
+        )
 
     def arrived(self) -> None:
         """All layers are copied: every block that hasn't failed is there."""

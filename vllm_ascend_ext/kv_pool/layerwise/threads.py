@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from vllm_ascend_ext.kv_pool.backend.gva_client import GvaClient
 from vllm_ascend_ext.kv_pool.calls import Call
 from vllm_ascend_ext.kv_pool.checksum import DIGEST_BYTES, Trailers
 from vllm_ascend_ext.kv_pool.clock import Clock, Deadline
-from vllm_ascend_ext.kv_pool.errors import NotRunning, Status
+from vllm_ascend_ext.kv_pool.errors import Cancelled, NotRunning, Status
 from vllm_ascend_ext.kv_pool.fence import Fence
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.layerwise.batches import LayerBatchBuilder, LayerPlan, Ranges
@@ -174,6 +175,13 @@ class KVCacheStoreLayerRecvingThread(LayerRecvingThread):
         super().set_plan(layouts, plan)
         self._copies = GvaCopies(self._setup, self._gva, self._stats, layouts)
 
+    def close(self, timeout: float) -> list[str]:
+        deadline = Deadline.after(timeout, self._clock)
+        if self.leases.debts:
+            with suppress(Exception):  # not running any more, or not in time: the leases run out by themselves
+                self._lanes.run("giving leases back", self.leases.close, deadline)
+        return super().close(deadline.remaining())
+
     def _handle_layers(self, transfer: LayerLoad, fence: Fence) -> None:
         corrupt: list[str] = []
         with self.leases.borrow() as leases:
@@ -236,6 +244,8 @@ class LayerSendingThread(LayerThread, ABC):
         """``transfer(rows, which of them, number of the layer in its group)``, each layer once it is computed."""
         for layer, (group, number) in enumerate(self.plan.places):
             save.computed[layer].wait(self._layer_deadline()).synchronize()
+            if save.finished.ended:
+                raise Cancelled(save.label)
             rows = save.rows[group]
             if rows.to_copy().size:
                 transfer(rows, rows.to_copy(), number)
