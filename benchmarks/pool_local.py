@@ -2,8 +2,8 @@
 
 256 values of 128 KiB are put and got, once from and to blocks that lie in order ("row"), as a fresh prompt's mostly do,
 and once from and to blocks scattered over a cache twice as large ("scattered"). numpy copies the same blocks: in one
-piece where they lie in order, one by one where they don't. The pool is warm and full: every put evicts as much as it
-brings. The rounds are interleaved, and the best of each counts.
+piece where they lie in order, one by one where they don't. The pool is warm. "put" finds free room, "evict" is a put
+into a full pool, which evicts as much as it brings. The rounds are interleaved, and the best of each counts.
 
 Ratios are numpy's time over the store's, that is bandwidths with numpy's as 1. They are taken from the CPU time of the
 one thread that does it all, so that a busy machine, which takes every thread off its core after 3 ms, doesn't spoil
@@ -64,11 +64,13 @@ class Bench:
 
     def round(self, number: int) -> None:
         for place, (name, blocks) in enumerate(self._layouts.items()):
-            keys, fence = block_keys(2 * number + place), open_fence()
-            call = (keys, blocks.addrs, blocks.sizes, fence)
+            old, keys = block_keys(4 * number + 2 * place), block_keys(4 * number + 2 * place + 1)
+            rest = (blocks.addrs, blocks.sizes, open_fence())
+            self._time(f"evict_{name}", lambda keys=old, rest=rest: self._store.put(keys, *rest))
+            self._store.remove(old)
             self._time(f"numpy_{name}", blocks.copy)
-            self._time(f"put_{name}", lambda call=call: self._store.put(*call))
-            self._time(f"get_{name}", lambda call=call: self._store.get(*call))
+            self._time(f"put_{name}", lambda keys=keys, rest=rest: self._store.put(keys, *rest))
+            self._time(f"get_{name}", lambda keys=keys, rest=rest: self._store.get(keys, *rest))
         for count in (512, 1024):
             asked = (keys * 4)[: count // 2] + block_keys(-1 - number, count // 2)
             self._time(f"exists_{count}", lambda asked=asked: self._store.exists(asked), success=None)
@@ -87,7 +89,7 @@ class Bench:
             **{f"{name}_us": round(best * 1e6, 1) for name, best in seconds.items()},
             **{
                 f"{call}_{name}_over_numpy": round(seconds[f"numpy_{name}"] / seconds[f"{call}_{name}"], 3)
-                for call in ("put", "get")
+                for call in ("put", "get", "evict")
                 for name in self._layouts
             },
         }

@@ -28,7 +28,7 @@ from vllm_ascend_ext.kv_pool.backend.copier import Copier, HostCopier, copy_fenc
 from vllm_ascend_ext.kv_pool.backend.local_hash import Digests, Ints
 from vllm_ascend_ext.kv_pool.backend.local_rows import Keys, Rows, numbers
 from vllm_ascend_ext.kv_pool.backend.local_session import Session
-from vllm_ascend_ext.kv_pool.backend.local_table import OPEN, PUBLISHED, RESERVED, Mask, Table
+from vllm_ascend_ext.kv_pool.backend.local_table import OPEN, PUBLISHED, RESERVED, H, Mask, Table
 from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock
 from vllm_ascend_ext.kv_pool.errors import ConfigError, DeadlineExceeded, Status, as_int
 from vllm_ascend_ext.kv_pool.fence import Fence
@@ -116,16 +116,17 @@ class LocalBackend(Backend):
         first, twin = rows.keys.first_of_each()
         unique = rows if len(first) == len(twin) else rows.take(first)
         codes = np.full(len(first), Status.TIMEOUT, np.int64)
-        slots = np.full(len(first), -1, np.int64)
+        slots, entered = np.full(len(first), -1, np.int64), 0
         with self._session.call():
             try:
                 with self._session.changing() as table:
                     slots = self._reserve(table, unique, codes)
+                    entered = int(table.header[H.ENTERED])
             except DeadlineExceeded:
                 pass
             mine = np.flatnonzero(slots >= 0)
             if len(mine):
-                codes[mine] = self._fill(unique.take(mine), slots[mine], fence)
+                codes[mine] = self._fill(unique.take(mine), slots[mine], entered, fence)
         return _answer(len(keys), rows.keys, codes[twin])
 
     def get(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> list[int]:
@@ -325,8 +326,11 @@ class LocalBackend(Backend):
         table.pin(self._session.client, mine[mine >= 0])
         return mine
 
-    def _fill(self, rows: Rows, slots: Ints, fence: Fence) -> Ints:
-        """Copy into RESERVED slots, publish those that are complete and drop the others; one code per slot."""
+    def _fill(self, rows: Rows, slots: Ints, entered: int, fence: Fence) -> Ints:
+        """Copy into RESERVED slots, publish those that are complete and drop the others; one code per slot.
+
+        ``entered`` tells how things stood when they were reserved: if no key became findable since, none has a twin.
+        """
         codes = np.full(len(slots), Status.TIMEOUT, np.int64)
         done = 0
         try:
@@ -335,7 +339,8 @@ class LocalBackend(Backend):
             complete = np.cumsum(rows.totals) <= done
             try:
                 with self._session.changing() as table:
-                    twins = table.find(rows.keys.digests)
+                    news = table.header[H.ENTERED] != entered
+                    twins = table.find(rows.keys.digests) if news else np.full(len(slots), -1, np.int64)
                     publish = complete & (twins < 0)
                     table.unpin(self._session.client, slots)
                     table.publish(slots[publish])
@@ -380,9 +385,10 @@ class LocalBackend(Backend):
 
     @staticmethod
     def _offsets(table: Table, slots: Ints) -> Ints:
-        return table.offset[slots].astype(np.int64) * GRANULE
+        return table.starts(slots) * GRANULE
 
     def _gvas(self, table: Table, slots: Ints) -> Ints:
+        table.map_pages(slots)
         tags = table.generation[slots].astype(np.int64) & _TAG_MASK
         return (tags << _TAG_SHIFT) + GVA_BASE + self._offsets(table, slots)
 

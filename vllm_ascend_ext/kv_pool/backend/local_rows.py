@@ -29,8 +29,10 @@ class Keys:
         return cls(np.array(at, np.int64), names, np.frombuffer(b"".join(names), np.uint64).reshape(-1, 2))
 
     def take(self, chosen: Ints) -> Keys:
-        names = self.names if len(chosen) == len(self.names) else [self.names[n] for n in chosen.tolist()]
-        return Keys(self.at[chosen], names, self.digests[chosen])
+        """Some of the rows, given in ascending order."""
+        if len(chosen) == len(self.names):
+            return self
+        return Keys(self.at[chosen], [self.names[n] for n in chosen.tolist()], self.digests[chosen])
 
     def first_of_each(self) -> tuple[Ints, Ints]:
         """(rows where a key comes up for the first time; for each row which of those it equals)."""
@@ -67,12 +69,15 @@ class Rows:
         if starts is None or lengths is None or starts.shape != lengths.shape or len(starts) != len(keys):
             starts = lengths = np.zeros((len(keys), 1), np.int64)
         totals = lengths.sum(axis=1)
-        sound = ((lengths >= 0) & ((starts > 0) | (lengths == 0))).all(axis=1) & (totals > 0)
-        return cls(usable, starts[usable.at], lengths[usable.at], totals[usable.at]).take(
-            np.flatnonzero(sound[usable.at])
-        )
+        sound = np.asarray(((lengths > 0) & (starts > 0)) | (lengths == 0)).all(axis=1) & (totals > 0)
+        if len(usable.at) < len(keys):
+            starts, lengths, totals, sound = starts[usable.at], lengths[usable.at], totals[usable.at], sound[usable.at]
+        return cls(usable, starts, lengths, totals).take(np.flatnonzero(sound))
 
     def take(self, chosen: Ints) -> Rows:
+        """Some of the rows, given in ascending order."""
+        if len(chosen) == len(self.totals):
+            return self
         return Rows(self.keys.take(chosen), self.addrs[chosen], self.sizes[chosen], self.totals[chosen])
 
 

@@ -41,9 +41,9 @@ def fit(free: Stretches, pages: Ints) -> Ints:
     in one piece where it can, and is copied in one.
     """
     offsets = np.full(len(pages), -1, np.int64)
-    if not len(free[0]):
+    if not len(free[0]) or not len(pages):
         return offsets
-    sizes = np.unique(pages)[::-1]
+    sizes = pages[:1] if (pages == pages[0]).all() else np.unique(pages)[::-1]
     for size in sizes:
         wanted = np.flatnonzero(pages == size)
         rooms = np.minimum((free[1] - free[0]) // size, len(wanted))

@@ -50,6 +50,7 @@ class H(IntEnum):
     USED_PAGES = 8
     EVICTIONS = 9
     REBUILDS = 10
+    ENTERED = 11  # counts the times that keys became findable
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ _PER_SLOT: dict[str, tuple[npt.DTypeLike, int]] = {
     "bucket": (np.int32, 1),
     "free_start": (np.uint32, 1),
     "free_end": (np.uint32, 1),
+    "mapped": (np.uint8, 1),
     "state": (np.uint8, 1),
 }
 _PER_CLIENT: dict[str, npt.DTypeLike] = {"lease_until": np.int64, "lease_count": np.int32, "pins": np.int32}
@@ -127,6 +129,7 @@ class Table:
     bucket: npt.NDArray[np.int32]
     free_start: npt.NDArray[np.uint32]
     free_end: npt.NDArray[np.uint32]
+    mapped: npt.NDArray[np.uint8]
     state: npt.NDArray[np.uint8]
     lease_until: Ints
     lease_count: npt.NDArray[np.int32]
@@ -220,6 +223,18 @@ class Table:
         part: Mask = (slots >= 0) & unfinished & ((self.writers[rows] & bit) != 0)
         return part
 
+    def starts(self, slots: Ints) -> Ints:
+        """The first page of each slot's value."""
+        return self.offset[slots].astype(np.int64)
+
+    def map_pages(self, slots: Ints) -> None:
+        """Let ``slots_at`` know these slots; done when their addresses are handed out, which is not for every value."""
+        slots = slots[self.mapped[slots] == 0]
+        pages = pages_of(self.size[slots])
+        first = np.repeat(self.starts(slots) - (np.cumsum(pages) - pages), pages)
+        self.page_slot[first + np.arange(len(first))] = np.repeat(slots, pages)
+        self.mapped[slots] = 1
+
     def slots_at(self, pages: Ints) -> Ints:
         """The slot that holds, or once held, each page of the arena; -1 outside of the arena."""
         inside = (pages >= 0) & (pages < self.pages)
@@ -291,8 +306,8 @@ class Table:
         self.offset[rows] = offsets
         self.generation[rows] = (generation + 1 + np.arange(len(rows))) & 0xFFFFFFFF
         self.writers[rows] = bit
+        self.mapped[rows] = 0
         self.state[rows] = state
-        self._map_pages(rows)
         self.header[H.USED_PAGES] += int(pages[placed].sum())
         if state == OPEN:
             self._enter(rows)
@@ -338,7 +353,7 @@ class Table:
         self.lease_until[rows] = 0
         self.lease_count[rows] = 0
         pages = pages_of(self.size[slots])
-        self._set_free(space.join(self._free(), self._start(slots), pages))
+        self._set_free(space.join(self._free(), self.starts(slots), pages))
         self.header[H.USED_PAGES] -= int(pages.sum())
 
     def _plan(self, pages: Ints, now: int) -> tuple[Ints, Ints]:
@@ -351,7 +366,7 @@ class Table:
                 victims = self._oldest(2 * count + len(pages), now)
                 if len(victims) <= count:
                     break
-            starts, lengths = self._start(victims), pages_of(self.size[victims])
+            starts, lengths = self.starts(victims), pages_of(self.size[victims])
             missing = int(pages[offsets < 0].sum())
             enough = int(np.searchsorted(np.cumsum(lengths[count:]), missing)) + 1
             count = min(count + max(enough, count // 2), len(victims))
@@ -405,21 +420,24 @@ class Table:
         live = np.flatnonzero(state)
         pages = pages_of(self.size[live])
         whole = (np.zeros(1, np.int64), np.full(1, self.pages, np.int64))
-        self._set_free(space.carve(whole, self._start(live), pages))
-        self._map_pages(live)
+        self._set_free(space.carve(whole, self.starts(live), pages))
+        mapped = live[self.mapped[live] == 1]
+        self.mapped[mapped] = 0
+        self.map_pages(mapped)
         self.header[H.USED_PAGES] = int(pages.sum())
         rows = np.ix_(self.active(), np.flatnonzero(state == FREE))
         self.lease_until[rows] = 0
         self.lease_count[rows] = 0
         self._queue = self._queue_ticks = np.empty(0, np.int64)
         self._index.make_anew(self._findable())
+        self.header[H.ENTERED] += 1
         self.commit()
 
     def _drop_overlaps(self) -> None:
         """Defence in depth: bytes that two slots claim belong to neither."""
         live = np.flatnonzero(self.state[: self.header[H.HIGH]])
         live = live[np.argsort(self.offset[live])]
-        starts = self._start(live)
+        starts = self.starts(live)
         clash = np.flatnonzero(starts[1:] < (starts + pages_of(self.size[live]))[:-1])
         if len(clash):
             logger.error("%s: %d values overlap and are dropped", self._segment.spec.folder, len(clash))
@@ -431,11 +449,9 @@ class Table:
 
     def _enter(self, slots: Ints) -> None:
         """Make slots findable that are so by their state."""
+        self.header[H.ENTERED] += 1
         if not self._index.insert(slots):
             self._index.make_anew(self._findable())
-
-    def _start(self, slots: Ints) -> Ints:
-        return self.offset[slots].astype(np.int64)
 
     def _free(self) -> space.Stretches:
         count = self.header[H.STRETCHES]
@@ -445,13 +461,6 @@ class Table:
         count = len(free[0])
         self.free_start[:count], self.free_end[:count] = free
         self.header[H.STRETCHES] = count
-
-    def _map_pages(self, slots: Ints) -> None:
-        pages = pages_of(self.size[slots])
-        before = np.cumsum(pages) - pages
-        self.page_slot[np.repeat(self._start(slots) - before, pages) + np.arange(int(pages.sum()))] = np.repeat(
-            slots, pages
-        )
 
     def _vacant(self, count: int) -> Ints:
         """``count`` FREE rows, used ones first; fewer if memory for more of them can't be had."""

@@ -9,6 +9,8 @@ import pytest
 from fixtures.clock import ManualClock
 from vllm_ascend_ext.kv_pool.backend.arena import GRANULE
 from vllm_ascend_ext.kv_pool.backend.local import LocalBackend, destroy
+from vllm_ascend_ext.kv_pool.backend.local_audit import faults
+from vllm_ascend_ext.kv_pool.backend.local_table import Table
 from vllm_ascend_ext.kv_pool.clock import Deadline
 from vllm_ascend_ext.kv_pool.errors import Status
 from vllm_ascend_ext.kv_pool.fence import Fence, open_fence
@@ -490,6 +492,28 @@ def test_of_two_puts_of_one_key_the_first_to_end_stays(local_pool):
     assert codes == [[Status.OK]]
     assert client.get(["k"], SIZE) == [A]
     assert client.backend.stats()["used_bytes"] == SIZE
+    gated.close()
+
+
+def test_a_put_notices_a_twin_that_only_a_rebuild_made_findable(local_pool, monkeypatch):
+    gated = LocalBackend(local_pool.name, local_pool.capacity_bytes, copier=(gate := Gate()))
+    client = local_pool.open()
+    at = np.array([client.memory(1, SIZE).addresses])
+    thread, codes = in_thread(lambda: gated.put(["k"], at, np.full_like(at, SIZE), open_fence()))
+    assert gate.copying.wait(60)
+
+    def interrupt(index, slots):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Table, "_enter", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.put({"k": A})
+    gate.go_on.set()
+    thread.join(60)
+    assert codes == [[Status.OK]]
+    assert client.get(["k"], SIZE) == [A]
+    assert faults(client.backend) == []
     gated.close()
 
 

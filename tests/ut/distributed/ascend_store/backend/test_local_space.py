@@ -71,3 +71,7 @@ def test_stretches_overlap_when_they_share_a_page(one, other):
     (starts, ends), (begins, stops) = stretches(one), stretches(other)
     shared = [bool(set(range(a, b)) & other) for a, b in zip(starts, ends, strict=True)]
     assert space.overlaps(starts, ends - starts, begins, stops - begins).tolist() == shared
+
+
+def test_the_largest_choose_first():
+    assert space.fit((np.array([0]), np.array([4])), np.array([2, 4, 1])).tolist() == [-1, 0, -1]

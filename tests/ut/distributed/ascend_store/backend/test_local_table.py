@@ -86,7 +86,8 @@ def spoil_used_pages(table):
 
 
 def spoil_page_map(table):
-    table.page_slot[int(table.offset[2])] = 1
+    (slot,) = np.flatnonzero(table.state[:9] == OPEN)
+    table.page_slot[int(table.offset[slot])] = 1
 
 
 def spoil_buckets(table):
