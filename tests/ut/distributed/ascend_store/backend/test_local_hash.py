@@ -1,7 +1,7 @@
 """The hash index against a dictionary, with digests that all want the same few buckets."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_ext.kv_pool.backend.local_hash import HashIndex, buckets_for
@@ -18,6 +18,7 @@ def crowded_index():
     return HashIndex(np.zeros(size, np.int32), digests, np.zeros(SLOTS, np.int32), np.array([16, 0])), digests
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, SLOTS - 1))), max_size=12))
 def test_what_was_entered_is_found_and_nothing_else(changes):
     index, digests = crowded_index()

@@ -1,7 +1,7 @@
 """Free space: whatever is taken and given back, every page is free or used exactly once."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_ext.kv_pool.backend import local_space as space
@@ -26,6 +26,7 @@ def equal(left, right):
     return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+@settings(deadline=None)
 @given(used_pages)
 def test_carving_leaves_exactly_what_was_not_carved_out(used):
     pages = np.array(sorted(used), np.int64)
@@ -33,6 +34,7 @@ def test_carving_leaves_exactly_what_was_not_carved_out(used):
     assert equal(left, stretches(set(range(PAGES)) - used))
 
 
+@settings(deadline=None)
 @given(used_pages, st.data())
 def test_joining_makes_one_stretch_of_neighbours(used, data):
     given_back = data.draw(st.sets(st.sampled_from(sorted(used)))) if used else set()
@@ -43,6 +45,7 @@ def test_joining_makes_one_stretch_of_neighbours(used, data):
     )
 
 
+@settings(deadline=None)
 @given(used_pages, st.lists(st.integers(1, 6), max_size=12))
 def test_what_is_placed_lies_in_free_space_and_on_nothing_else(used, sizes):
     free = stretches(set(range(PAGES)) - used)
@@ -59,6 +62,7 @@ def test_what_is_placed_lies_in_free_space_and_on_nothing_else(used, sizes):
     assert not len(refused) or (left[1] - left[0]).max(initial=0) < refused.min(), "there was room for it"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(0, 12))
 def test_equal_lengths_are_placed_in_order_side_by_side(size, count):
     starts = space.fit(EVERYTHING, np.full(count, size, np.int64))
@@ -66,6 +70,7 @@ def test_equal_lengths_are_placed_in_order_side_by_side(size, count):
     assert starts.tolist() == [n * size if n < room else -1 for n in range(count)]
 
 
+@settings(deadline=None)
 @given(used_pages, used_pages)
 def test_stretches_overlap_when_they_share_a_page(one, other):
     (starts, ends), (begins, stops) = stretches(one), stretches(other)
