@@ -192,7 +192,6 @@ class _Channel:
         try:
             self._socket.linger = 0
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
-            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a question must not reach a second server by itself
             name = f"inproc://lookup-monitor-{next(_names)}"
             self._socket.monitor(name, _LOST)
             self._monitor.connect(name)

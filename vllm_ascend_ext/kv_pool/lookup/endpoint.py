@@ -117,13 +117,11 @@ def claim(path: str) -> Endpoint:
         except BaseException:
             listener.close()
             raise
-    except OSError as error:
+    except BaseException as error:
         _remove(_lock_path(path))
         os.close(lock)
-        raise ConfigError(f"the look-up socket {path!r} can't be bound: {error}") from error
-    except BaseException:
-        _remove(_lock_path(path))
-        os.close(lock)
+        if isinstance(error, OSError):
+            raise ConfigError(f"the look-up socket {path!r} can't be bound: {error}") from error
         raise
 
 

@@ -397,6 +397,24 @@ def test_a_question_that_waits_for_another_ends_with_close_too(path: str, stats:
     assert stats.snapshot() == {"lookup_closed": 4}
 
 
+def test_a_question_waits_for_another_no_longer_than_its_own_deadline(
+    path: str, stats: Stats, hashes: list[bytes]
+) -> None:
+    client = LookupKeyClient(path, PATIENCE, stats=stats)
+    with FakeLookupServer(path, held(answer(64))) as server:
+        hits: list[int] = []
+        asker = threading.Thread(target=lambda: hits.append(client.lookup(256, hashes)))
+        asker.start()
+        server.wait_for_requests(1)
+        client.timeout_s = TIMEOUT
+        assert client.lookup(256, hashes) == 0
+        assert stats.snapshot() == {"lookup_timeouts": 1}
+        server.release()
+        asker.join(PATIENCE)
+    assert hits == [64]
+    assert client.close() == []
+
+
 def test_close_can_be_repeated_and_a_closed_client_answers_0(path: str, stats: Stats, hashes: list[bytes]) -> None:
     client = LookupKeyClient(path, PATIENCE, stats=stats)
     with FakeLookupServer(path, answer(64)) as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -232,21 +233,22 @@ def test_whatever_the_frames_hold_there_is_one_answer_and_the_next_request_is_se
         story()
 
 
-def test_many_clients_each_get_their_own_answers(path: str) -> None:
+def test_many_clients_each_get_their_own_answers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_WATCH_SECONDS", PATIENCE)  # no message is found by chance
     got: dict[int, list[int]] = {}
 
     def ask(number: int) -> None:
         client = LookupKeyClient(path, PATIENCE)
-        got[number] = [client.lookup(number * 1000 + turn, [b"\xab"]) for turn in range(1, 51)]
+        got[number] = [client.lookup(number * 1000 + turn, [b"\xab"]) for turn in range(1, 201)]
         client.close()
 
     with serving(path):
-        askers = [threading.Thread(target=ask, args=(number,)) for number in range(1, 5)]
+        askers = [threading.Thread(target=ask, args=(number,)) for number in range(1, 9)]
         for asker in askers:
             asker.start()
         for asker in askers:
             asker.join(PATIENCE)
-    assert got == {number: [number * 1000 + turn for turn in range(1, 51)] for number in range(1, 5)}
+    assert got == {number: [number * 1000 + turn for turn in range(1, 201)] for number in range(1, 9)}
 
 
 # -- handlers -----------------------------------------------------------------------------------------------------
@@ -421,6 +423,19 @@ def test_a_start_that_fails_leaves_nothing_and_the_path_is_free(path: str, monke
         assert peer.answer() == reply(64)
 
 
+def test_a_bind_that_fails_leaves_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(zmq.Socket, "bind", refuse)
+    with pytest.raises(zmq.ZMQError):
+        LookupKeyServer(path, everything).start()
+    monkeypatch.undo()
+    with serving(path), Peer(path) as peer:
+        peer.ask(GOOD)
+        assert peer.answer() == reply(64)
+
+
 def test_a_server_that_gets_only_one_thread_still_answers_in_time(
     path: str, stats: Stats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,6 +479,15 @@ def test_close_answers_what_is_open_and_names_a_handler_that_stays(path: str) ->
         assert server.close(0.01) == ["look-up handler"]
     gate.set()
     join("lookup-handler")
+    assert server.close() == []
+
+
+def test_close_reports_a_socket_that_cannot_be_closed_and_finishes_when_it_can(path: str) -> None:
+    server = LookupKeyServer(path, everything)
+    server.start()
+    with server._lock:
+        assert f"the look-up socket {path}" in server.close(0.05)
+        assert os.path.exists(path)
     assert server.close() == []
 
 
