@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ToolchainError as error:
         print(f"lowering: {error}", file=sys.stderr)
         return CANNOT_RUN
+    except BrokenPipeError:  # the reader of a pipe had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FOUND
 
 
 # ---------------------------------------------------------------- commands
@@ -51,6 +54,8 @@ def _check(options: argparse.Namespace) -> int:
     for text in report.finding_texts(reports, palette, options.verbose):
         print(f"\n{text}")
     print(f"\n{report.table(reports, palette)}\n\n{summary(reports)}")
+    for line in unused_allowances(reports):
+        print(line)
     _write_json(options.json, reports, tools)
     return OK if passed(reports, options.strict) else FOUND
 
@@ -164,6 +169,16 @@ def summary(reports: Sequence[Report]) -> str:
     failed = sum(not one.ok for one in reports)
     warnings = sum(one.count(Severity.WARNING) for one in reports)
     return f"{len(reports) - failed} of {len(reports)} compilations without an error, {warnings} warnings"
+
+
+def unused_allowances(reports: Sequence[Report]) -> list[str]:
+    """One line for each thing that a case allows and none of its settings has: the reason for it is gone."""
+    found: dict[str, set[str]] = {}
+    allowed: dict[str, set[str]] = {}
+    for one in reports:
+        found.setdefault(one.job.case.title, set()).update(finding.code for finding in one.findings)
+        allowed.setdefault(one.job.case.title, set()).update(one.job.case.allow)
+    return [f"{title} allows {code}, and has none" for title in found for code in sorted(allowed[title] - found[title])]
 
 
 def passed(reports: Sequence[Report], strict: bool) -> bool:

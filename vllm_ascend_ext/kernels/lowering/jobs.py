@@ -61,11 +61,11 @@ def make(wanted: Wanted, timeout: float) -> list[Job]:
 
 
 def _files(spec: str) -> list[str]:
-    """The files that a folder stands for: all in it that declare cases; a file stands for itself."""
+    """The files that a folder stands for: those right in it that declare cases; a file stands for itself."""
     if not Path(spec).is_dir():
         return [spec]
     loader = Loader()
-    files = [str(path) for path in sorted(Path(spec).rglob("*.py")) if loader.defines(path, DECLARATION)]
+    files = [str(path) for path in sorted(Path(spec).glob("*.py")) if loader.defines(path, DECLARATION)]
     if not files:
         raise UsageError(f"no file in {spec} declares {DECLARATION}")
     return files
