@@ -31,17 +31,10 @@ def _product(**axes: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _logprobs_settings(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    for tile, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16)):
-        lanes = warps * 32 * 16 // dtype.itemsize
-        for stages in (1, 3):
-            for per_core in (1, 2, 4, 8, 16) if lanes <= tile else ():
-                yield {
-                    "tile": tile,
-                    "num_warps": warps,
-                    "lanes": lanes,
-                    "stages": stages,
-                    "programs_per_core": per_core,
-                }
+    for tile_bytes, warps in ((4096, 2), (4096, 4), (8192, 4), (8192, 8), (16384, 4), (16384, 8), (32768, 8)):
+        tile, lanes = tile_bytes // dtype.itemsize, warps * 32 * 16 // dtype.itemsize
+        for stages, per_core in itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 8) if lanes <= tile else ()):
+            yield {"tile": tile, "num_warps": warps, "lanes": lanes, "stages": stages, "programs_per_core": per_core}
 
 
 #: operation -> (module, its workloads, settings to try)
@@ -51,39 +44,42 @@ def plans(only: str | None) -> Iterator[tuple[str, Workload, list[dict[str, Any]
             for rows in (1, 32, 256):
                 yield "logprobs", workloads.logprobs(rows, vocab_size, dtype, None), list(_logprobs_settings(dtype))
     if only in (None, "bitmask"):
-        for dtype, vocab_size, allowed in ((F32, 151_936, 0.01), (F32, 151_936, 0.9), (BF16, 128_256, 0.5)):
-            shapes = [{"tile": t, "num_warps": w} for t, w in ((1024, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8))]
-            groups = [4, 8, 16]
-            settings = [
-                s | {"group": g, "programs_per_core": p} for s in shapes for g in groups for p in (16, 64, 10**6)
-            ]
+        for dtype, vocab_size, allowed in (
+            (F32, 151_936, 0.01),
+            (F32, 151_936, 0.9),
+            (BF16, 128_256, 0.5),
+            (BF16, 128_256, 0.9),
+        ):
+            shapes = [{"tile": t, "num_warps": w} for t, w in ((512, 1), (1024, 1), (1024, 2), (2048, 2), (2048, 4))]
+            more = list(_product(tiles_per_piece=[1, 2, 4, 8, 16], programs_per_core=[16, 10**6]))
+            settings = [shape | {"group": 16 // dtype.itemsize} | rest for shape in shapes for rest in more]
             yield "bitmask", workloads.bitmask(256, vocab_size, dtype, allowed, None), settings
     if only in (None, "bincount"):
         for rows, prompt, output in ((1, 4096, 64), (64, 32_768, 1024), (256, 2048, 512)):
             settings = list(
                 _product(
-                    prompt_tokens=[2048, 4096, 8192],
+                    prompt_tokens=[4096, 8192, 16384],
                     output_tokens=[512, 1024],
-                    chunk=[2048],
-                    num_warps=[4, 8, 16],
-                    programs_per_core=[4, 8, 64],
+                    chunk=[2048, 4096],
+                    num_warps=[8, 16],
+                    programs_per_core=[2, 3, 64],
                 )
             )
             yield "token_counts", workloads.bincount(rows, prompt, output, 151_936, None), settings
     if only in (None, "penalties"):
-        for requests, drafts, vocab_size, seen in (
-            (256, 0, 151_936, "typical"),
-            (256, 0, 151_936, "every token"),
-            (64, 8, 129_280, "every token"),
+        for requests, drafts, vocab_size, seen, dtype in (
+            (256, 0, 151_936, "typical", F32),
+            (256, 0, 151_936, "every token", F32),
+            (64, 8, 129_280, "every token", F32),
+            (256, 0, 128_256, "every token", BF16),
         ):
-            shapes = [{"tile": t, "num_warps": w} for t, w in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16))]
-            settings = [
-                s | {"group": g, "programs_per_core": p} for s in shapes for g in (4, 8, 16) for p in (16, 10**6)
-            ]
-            yield "penalties", workloads.penalties(requests, drafts, vocab_size, seen, None), settings
+            shapes = [(512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (2048, 4), (2048, 8)]
+            more = list(_product(tiles_per_piece=[1, 2, 4, 8], programs_per_core=[16, 10**6]))
+            settings = [{"tile": t, "num_warps": w, "group": 4} | rest for t, w in shapes for rest in more]
+            yield "penalties", workloads.penalties(requests, drafts, vocab_size, seen, None, dtype), settings
     if only in (None, "post_update"):
         for rows, steps in ((256, 0), (1024, 0), (256, 4), (1024, 8)):
-            settings = list(_product(rows=[1, 2, 4, 8, 16], steps=[2, 8], num_warps=[1, 2], programs_per_core=[64]))
+            settings = list(_product(rows=[1, 2], steps=[2, 4, 8], num_warps=[1], programs_per_core=[64]))
             yield "request_update", workloads.post_update(rows, steps, 32_000), settings
 
 
@@ -109,7 +105,7 @@ def main() -> None:
             workload.reset()
             calls = [partial(ours(workload.op), *arguments) for arguments in workload.arguments]
             try:
-                us = measure.replayed(calls, replays=5, least_calls=10)
+                us, _ = measure.replayed(calls, replays=5, least_calls=10)
             except Exception as error:  # a setting that doesn't compile is a result too
                 print(f"{workload.op} {setting}: {type(error).__name__} {str(error)[:200]}", flush=True)
                 torch.cuda.synchronize()

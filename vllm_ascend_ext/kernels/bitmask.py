@@ -26,16 +26,18 @@ class _Setting:
     tile: int
     #: Logits that are skipped or moved together; 0: whole tiles.
     group: int
+    #: Tiles of a piece; 0: rows are cut so that all cores end together.
+    tiles_per_piece: int
     programs_per_core: int
     num_warps: int
 
 
 def _setting(target: Target, element_bytes: int) -> _Setting:
     if target.interpreted:
-        return _Setting(128, 8 if target.body == "cuda" else 0, 2, 1)
+        return _Setting(64, 8, 2, 2, 1) if target.body == "cuda" else _Setting(64, 0, 0, 2, 1)
     if target.body == "npu":
-        return _Setting(16384 // element_bytes, 0, 1, 1)
-    return _Setting(4096, 32 // element_bytes, 64, 4)
+        return _Setting(16384 // element_bytes, 0, 0, 1, 1)
+    return _Setting(1024, 16 // element_bytes, 4, 64, 2)
 
 
 @triton.jit
@@ -57,24 +59,29 @@ def _mask_tile(row_ptr, words_ptr, num_words, first, vocab_size, single, TILE: t
 
 
 @triton.jit
-def _mask_groups(row_ptr, words_ptr, num_words, first, vocab_size, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Mask the groups of a tile, each on its own."""
-    groups = load_groups(words_ptr, num_words, first, TILE // GROUP, GROUP)
+def _mask_groups(row_ptr, groups, first, end, TILE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr):
+    """Mask the groups of a tile, each on its own; only a ``TAIL`` may reach past ``end``."""
     some_blocked = (groups != (1 << GROUP) - 1)[:, None]
     mixed = some_blocked & (groups != 0)[:, None]
-    allowed = unpack_groups(groups, GROUP)
     token = first + tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    if first + TILE <= vocab_size:
-        x = tl.load(row_ptr + token, mask=tl.broadcast_to(mixed, token.shape), other=float("-inf"))
-        x = tl.where(allowed, x, float("-inf"))
-        tl.store(row_ptr + token, x, mask=tl.broadcast_to(some_blocked, token.shape))
-    else:
-        x = tl.load(row_ptr + token, mask=mixed & (token < vocab_size), other=float("-inf"))
-        x = tl.where(allowed, x, float("-inf"))
-        tl.store(row_ptr + token, x, mask=some_blocked & (token < vocab_size))
+    if TAIL:
+        some_blocked = some_blocked & (token < end)
+        mixed = mixed & (token < end)
+    x = tl.load(row_ptr + token, mask=tl.broadcast_to(mixed, token.shape), other=float("-inf"))
+    x = tl.where(unpack_groups(groups, GROUP), x, float("-inf"))
+    tl.store(row_ptr + token, x, mask=tl.broadcast_to(some_blocked, token.shape))
 
 
-_SIZES = ["logits_stride", "bitmask_stride", "num_words", "vocab_size", "num_masks", "mask_stride", "tiles"]
+_SIZES = [
+    "logits_stride",
+    "bitmask_stride",
+    "num_words",
+    "vocab_size",
+    "num_masks",
+    "mask_stride",
+    "pieces",
+    "tiles_per_piece",
+]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -89,31 +96,43 @@ def _bitmask_kernel(
     vocab_size,
     num_masks,
     mask_stride,
-    tiles,
+    pieces,
+    tiles_per_piece,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Each item is one tile of one mask's row."""
+    """Each item is a piece of one mask's row."""
     single = single_bits()
-    for item in range(tl.program_id(0), num_masks * tiles, tl.num_programs(0)):
-        mask = item // tiles
+    for item in range(tl.program_id(0), num_masks * pieces, tl.num_programs(0)):
+        mask = item // pieces
+        start = (item - mask * pieces) * tiles_per_piece * TILE
+        end = tl.minimum(start + tiles_per_piece * TILE, vocab_size)
+        words_ptr = bitmask_ptr + mask * bitmask_stride.to(tl.int64)
+        if GROUP != 0:
+            # Asked for before the row is known, and always a tile ahead: a tile then waits for its logits alone.
+            groups = load_groups(words_ptr, num_words, start, TILE // GROUP, GROUP)
         row = tl.load(logits_indices_ptr + mask).to(tl.int64)
         active = row >= 0
         if cu_num_logits_ptr is not None:
             request = tl.where(active, row, 0) // mask_stride
             position = row - request * mask_stride
-            start = tl.load(cu_num_logits_ptr + request)
-            active = active & (position < tl.load(cu_num_logits_ptr + request + 1) - start)
-            row = start + position
+            first_row = tl.load(cu_num_logits_ptr + request)
+            active = active & (position < tl.load(cu_num_logits_ptr + request + 1) - first_row)
+            row = first_row + position
         if active:
             row_ptr = logits_ptr + row * tl.multiple_of(logits_stride.to(tl.int64), ALIGN)
-            words_ptr = bitmask_ptr + mask * bitmask_stride.to(tl.int64)
-            first = (item - mask * tiles) * TILE
             if GROUP == 0:
-                _mask_tile(row_ptr, words_ptr, num_words, first, vocab_size, single, TILE)
+                for first in range(start, end, TILE):
+                    _mask_tile(row_ptr, words_ptr, num_words, first, vocab_size, single, TILE)
             else:
-                _mask_groups(row_ptr, words_ptr, num_words, first, vocab_size, TILE, GROUP)
+                whole_end = start + (end - start) // TILE * TILE
+                for first in range(start, whole_end, TILE):
+                    following = load_groups(words_ptr, num_words, first + TILE, TILE // GROUP, GROUP)
+                    _mask_groups(row_ptr, groups, first, end, TILE, GROUP, False)
+                    groups = following
+                if whole_end < end:
+                    _mask_groups(row_ptr, groups, whole_end, end, TILE, GROUP, True)
 
 
 def apply_grammar_bitmask(
@@ -157,8 +176,12 @@ def apply_grammar_bitmask(
     if masks == 0 or logits.numel() == 0:
         return
     setting = _setting(target, logits.element_size())
+    programs = target.cores * setting.programs_per_core
     tiles = cdiv(vocab_size, setting.tile)
-    _bitmask_kernel[(min(masks * tiles, target.cores * setting.programs_per_core),)](
+    pieces = cdiv(tiles, setting.tiles_per_piece or tiles)
+    if setting.tiles_per_piece == 0:
+        pieces = _launch.split_rows(masks, tiles, programs, tiles)
+    _bitmask_kernel[(min(masks * pieces, programs),)](
         logits,
         logits.stride(0),
         logits_indices,
@@ -169,7 +192,8 @@ def apply_grammar_bitmask(
         vocab_size,
         masks,
         mask_stride,
-        tiles,
+        pieces,
+        cdiv(tiles, pieces),
         TILE=setting.tile,
         GROUP=setting.group,
         ALIGN=_launch.vector_elements(logits.stride(0), logits.element_size()),

@@ -27,8 +27,6 @@ class _Setting:
     #: Logits folded at a time, and the number of running triples they are folded into.
     tile: int
     lanes: int
-    #: Whether the last tile of a piece has code of its own, so that all others load without a mask.
-    tail_apart: bool
     #: Tiles on their way at once; 1: the next is loaded when the last is folded.
     stages: int
     #: Columns looked up at a time; 1: one after the other, by the scalar unit.
@@ -41,14 +39,27 @@ class _Setting:
 
 def _setting(target: Target, element_bytes: int) -> _Setting:
     if target.interpreted:
-        return _Setting(64, 16, target.body == "cuda", 1, 4 if target.body == "cuda" else 1, 8, 1, 1)
+        return _Setting(64, 16, 1, 4 if target.body == "cuda" else 1, 8, 1, 1)
     if target.body == "npu":
-        return _Setting(8192, 512, False, 1, 1, 64, 1, 1)
-    return _Setting(4096, 4096 * 4 // element_bytes // 4, True, 1, 32, 128, 4, 8)
+        return _Setting(8192, 512, 1, 1, 64, 1, 1)
+    # 8 KiB a tile; every thread keeps as many lanes as it loads logits at once.
+    return _Setting(8192 // element_bytes, 4 * 32 * 16 // element_bytes, 3, 32, 128, 4, 4)
 
 
 @triton.jit
-def _fold(x, chosen, top, total, count, TILE: tl.constexpr, LANES: tl.constexpr, LSE: tl.constexpr, RANK: tl.constexpr):
+def _exp(x, CUDA: tl.constexpr):
+    """exp(x). On a GPU by exp2, which flushes denormals to 0 where exp pays four instructions to keep them."""
+    if CUDA:
+        return tl.exp2(x * 1.4426950408889634)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
+def _fold(
+    x, chosen, top, total, count,
+    TILE: tl.constexpr, LANES: tl.constexpr, CUDA: tl.constexpr, LSE: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
     """Fold a tile of float32 logits into the running triples."""
     x = tl.reshape(x, (TILE // LANES, LANES))
     if RANK:
@@ -57,7 +68,7 @@ def _fold(x, chosen, top, total, count, TILE: tl.constexpr, LANES: tl.constexpr,
         new_top = tl.maximum(top, tl.max(x, axis=0))
         # A lane that has seen nothing but -inf has no maximum to scale by.
         scale = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp(top - scale) + tl.sum(tl.exp(x - scale[None, :]), axis=0)
+        total = total * _exp(top - scale, CUDA) + tl.sum(_exp(x - scale[None, :], CUDA), axis=0)
         top = new_top
     return top, total, count
 
@@ -79,29 +90,44 @@ def _pick(row_ptr, token, vocab_size):
 
 
 @triton.jit
-def _look_up(
-    scores_ptr, row_ptr, ids_ptr, num_columns, vocab_size, top, total, COLUMNS: tl.constexpr, LSE: tl.constexpr
-):
-    """Write the scores of a row's columns."""
+def _gather(row_ptr, ids_ptr, start, num_columns, vocab_size, COLUMNS: tl.constexpr):
+    """(the logits of COLUMNS tokens, which of them have one)."""
+    column = start + tl.arange(0, COLUMNS)
+    token = tl.load(ids_ptr + column, mask=column < num_columns, other=-1)
+    known = (token >= 0) & (token < vocab_size)
+    return tl.load(row_ptr + token, mask=known, other=float("-inf")).to(tl.float32), known
+
+
+@triton.jit
+def _write(scores_ptr, start, num_columns, x, known, scale, log_total, COLUMNS: tl.constexpr, LSE: tl.constexpr):
+    """Write the scores of gathered columns."""
+    column = start + tl.arange(0, COLUMNS)
     if LSE:
-        scale = tl.where(top == float("-inf"), 0.0, top)
+        x = tl.where(known, (x - scale) - log_total, float("-inf"))
+    tl.store(scores_ptr + column, x, mask=column < num_columns)
+
+
+@triton.jit
+def _look_up(
+    scores_ptr, row_ptr, ids_ptr, num_columns, vocab_size, x, known, top, total,
+    COLUMNS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Write the scores of a row's columns, the first COLUMNS of which are gathered already."""
+    scale = tl.where(top == float("-inf"), 0.0, top)
+    log_total = 0.0
+    if LSE:
         log_total = tl.log(total)
     if COLUMNS == 1:
         for column in range(0, num_columns):
-            x, known = _pick(row_ptr, tl.load(ids_ptr + column), vocab_size)
+            score, is_known = _pick(row_ptr, tl.load(ids_ptr + column), vocab_size)
             if LSE:
-                x = tl.where(known, (x - scale) - log_total, float("-inf"))
-            tl.store(scores_ptr + column, x)
+                score = tl.where(is_known, (score - scale) - log_total, float("-inf"))
+            tl.store(scores_ptr + column, score)
     else:
-        for start in range(0, num_columns, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            live = column < num_columns
-            token = tl.load(ids_ptr + column, mask=live, other=-1)
-            known = (token >= 0) & (token < vocab_size)
-            x = tl.load(row_ptr + token, mask=known, other=float("-inf")).to(tl.float32)
-            if LSE:
-                x = tl.where(known, (x - scale) - log_total, float("-inf"))
-            tl.store(scores_ptr + column, x, mask=live)
+        _write(scores_ptr, 0, num_columns, x, known, scale, log_total, COLUMNS, LSE)
+        for start in range(COLUMNS, num_columns, COLUMNS):
+            x, known = _gather(row_ptr, ids_ptr, start, num_columns, vocab_size, COLUMNS)
+            _write(scores_ptr, start, num_columns, x, known, scale, log_total, COLUMNS, LSE)
 
 
 _SIZES = ["logits_stride", "ids_stride", "num_columns", "vocab_size", "num_rows", "pieces", "tiles_per_piece"]
@@ -126,7 +152,7 @@ def _fold_kernel(
     LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
     ALIGN: tl.constexpr,
-    TAIL_APART: tl.constexpr,
+    CUDA: tl.constexpr,
     STAGES: tl.constexpr,
     LSE: tl.constexpr,
     RANK: tl.constexpr,
@@ -139,6 +165,11 @@ def _fold_kernel(
         row = item // pieces
         row_ptr = logits_ptr + row * tl.multiple_of(logits_stride.to(tl.int64), ALIGN)
         row_ids_ptr = ids_ptr + row * ids_stride.to(tl.int64)
+        columns = 0.0
+        known = 0
+        if WHOLE and COLUMNS > 1:
+            # Asked for before the row is read, not to be waited for after.
+            columns, known = _gather(row_ptr, row_ids_ptr, 0, num_columns, vocab_size, COLUMNS)
         chosen = float("-inf")
         if RANK:
             chosen, _ = _pick(row_ptr, tl.load(row_ids_ptr), vocab_size)
@@ -148,19 +179,19 @@ def _fold_kernel(
 
         start = (item - row * pieces) * tiles_per_piece * TILE
         end = tl.minimum(start + tiles_per_piece * TILE, vocab_size)
-        whole_end = end
-        if TAIL_APART:
+        if CUDA:
+            # The last tile has code of its own, so that all others load without a mask.
             whole_end = start + (end - start) // TILE * TILE
             for first in tl.range(start, whole_end, TILE, num_stages=STAGES):
                 x = tl.load(row_ptr + first + offsets).to(tl.float32)
-                top, total, count = _fold(x, chosen, top, total, count, TILE, LANES, LSE, RANK)
+                top, total, count = _fold(x, chosen, top, total, count, TILE, LANES, CUDA, LSE, RANK)
             if whole_end < end:
                 x = tl.load(row_ptr + whole_end + offsets, mask=whole_end + offsets < end, other=float("-inf"))
-                top, total, count = _fold(x.to(tl.float32), chosen, top, total, count, TILE, LANES, LSE, RANK)
+                top, total, count = _fold(x.to(tl.float32), chosen, top, total, count, TILE, LANES, CUDA, LSE, RANK)
         else:
             for first in range(start, end, TILE):
                 x = tl.load(row_ptr + first + offsets, mask=first + offsets < end, other=float("-inf"))
-                top, total, count = _fold(x.to(tl.float32), chosen, top, total, count, TILE, LANES, LSE, RANK)
+                top, total, count = _fold(x.to(tl.float32), chosen, top, total, count, TILE, LANES, CUDA, LSE, RANK)
 
         rank = tl.sum(count, axis=0)
         if RANK:
@@ -172,7 +203,10 @@ def _fold_kernel(
             if RANK:
                 tl.store(ranks_ptr + row, rank.to(tl.int64))
             row_scores_ptr = scores_ptr + row * num_columns.to(tl.int64)
-            _look_up(row_scores_ptr, row_ptr, row_ids_ptr, num_columns, vocab_size, row_top, row_total, COLUMNS, LSE)
+            _look_up(
+                row_scores_ptr, row_ptr, row_ids_ptr, num_columns, vocab_size, columns, known, row_top, row_total,
+                COLUMNS, LSE,
+            )  # fmt: skip
         else:
             if RANK:
                 tl.store(counts_ptr + item, rank)
@@ -203,6 +237,13 @@ def _combine_kernel(
     """Combine the pieces of each row, and write its rank and its columns."""
     piece = tl.arange(0, PIECES)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row_ptr = logits_ptr + row * logits_stride.to(tl.int64)
+        row_ids_ptr = ids_ptr + row * ids_stride.to(tl.int64)
+        row_scores_ptr = scores_ptr + row * num_columns.to(tl.int64)
+        columns = 0.0
+        known = 0
+        if COLUMNS > 1:
+            columns, known = _gather(row_ptr, row_ids_ptr, 0, num_columns, vocab_size, COLUMNS)
         first = row * pieces
         if RANK:
             count = tl.load(counts_ptr + first + piece, mask=piece < pieces, other=0)
@@ -213,10 +254,10 @@ def _combine_kernel(
             top = tl.load(partials_ptr + first + piece, mask=piece < pieces, other=float("-inf"))
             total = tl.load(partials_ptr + num_rows * pieces + first + piece, mask=piece < pieces, other=0.0)
             row_top, row_total = _reduce(top, total)
-        row_ptr = logits_ptr + row * logits_stride.to(tl.int64)
-        row_ids_ptr = ids_ptr + row * ids_stride.to(tl.int64)
-        row_scores_ptr = scores_ptr + row * num_columns.to(tl.int64)
-        _look_up(row_scores_ptr, row_ptr, row_ids_ptr, num_columns, vocab_size, row_top, row_total, COLUMNS, LSE)
+        _look_up(
+            row_scores_ptr, row_ptr, row_ids_ptr, num_columns, vocab_size, columns, known, row_top, row_total,
+            COLUMNS, LSE,
+        )  # fmt: skip
 
 
 def score(
@@ -253,7 +294,7 @@ def score(
         LANES=setting.lanes,
         COLUMNS=setting.columns,
         ALIGN=_launch.vector_elements(logits.stride(0), logits.element_size()),
-        TAIL_APART=setting.tail_apart,
+        CUDA=target.body == "cuda",
         STAGES=setting.stages,
         LSE=lse,
         RANK=rank,

@@ -27,16 +27,18 @@ class _Setting:
     group: int
     #: Draft tokens looked at together, to see whether a tile holds any.
     drafts: int
+    #: Tiles of a piece; 0: rows are cut so that all cores end together.
+    tiles_per_piece: int
     programs_per_core: int
     num_warps: int
 
 
 def _setting(target: Target, element_bytes: int) -> _Setting:
     if target.interpreted:
-        return _Setting(128, 8 if target.body == "cuda" else 0, 4, 2, 1)
+        return _Setting(64, 8, 4, 2, 2, 1) if target.body == "cuda" else _Setting(64, 0, 4, 0, 2, 1)
     if target.body == "npu":
-        return _Setting(4096, 0, 8, 1, 1)
-    return _Setting(4096, 32 // element_bytes, 16, 64, 8)
+        return _Setting(4096, 0, 8, 0, 1, 1)
+    return _Setting(1024, 4, 16, 4, 64, 4)
 
 
 @triton.jit
@@ -54,11 +56,12 @@ def _add_drafts(counts, token, drafts_ptr, num_drafts, first, TILE: tl.constexpr
 @triton.jit
 def _penalise(x, in_prompt, counts, repetition, frequency, presence):
     """The penalised logits, in float32."""
-    in_output = counts > 0
     x = x.to(tl.float32)
+    # As float32, a count is compared in one step on Ascend, and no count is so large that it would be rounded.
+    counts = counts.to(tl.float32)
     repeated = tl.where(x > 0, x / repetition, x * repetition)
-    x = tl.where(in_prompt | in_output, repeated, x)
-    return tl.where(in_output, x - frequency * counts.to(tl.float32) - presence, x)
+    x = tl.where(in_prompt | (counts > 0), repeated, x)
+    return tl.where(counts > 0, x - frequency * counts - presence, x)
 
 
 @triton.jit
@@ -79,34 +82,62 @@ def _penalise_tile(
 
 @triton.jit
 def _penalise_groups(
-    row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, first, vocab_size, repetition, frequency, presence,
-    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr,
+    row_ptr, groups, counts, drafts_ptr, num_drafts, first, end, repetition, frequency, presence,
+    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Penalise those groups of a tile that hold a token that was seen."""
-    groups = load_groups(words_ptr, (vocab_size + 31) // 32, first, TILE // GROUP, GROUP)
+    """Penalise those groups of a tile that hold a token that was seen; only a ``TAIL`` may reach past ``end``."""
     token = first + tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    whole = first + TILE <= vocab_size
-    if whole:  # noqa: SIM108 Triton has no such expression
-        counts = tl.load(counts_ptr + token)
-    else:
-        counts = tl.load(counts_ptr + token, mask=token < vocab_size, other=0)
     counts = _add_drafts(counts, token, drafts_ptr, num_drafts, first, TILE, DRAFTS)
     # Without a repetition penalty the prompt changes nothing.
     groups = tl.where(repetition != 1.0, groups, 0)
     seen = ((tl.max(counts, axis=1) > 0) | (groups != 0))[:, None]
-    if whole:
-        live = tl.broadcast_to(seen, token.shape)
-        x = tl.load(row_ptr + token, mask=live, other=0.0)
-        penalised = _penalise(x, unpack_groups(groups, GROUP), counts, repetition, frequency, presence)
-        tl.store(row_ptr + token, penalised.to(x.dtype), mask=live)
-    else:
-        live = seen & (token < vocab_size)
-        x = tl.load(row_ptr + token, mask=live, other=0.0)
-        penalised = _penalise(x, unpack_groups(groups, GROUP), counts, repetition, frequency, presence)
-        tl.store(row_ptr + token, penalised.to(x.dtype), mask=live)
+    seen = seen & (token < end) if TAIL else tl.broadcast_to(seen, token.shape)
+    x = tl.load(row_ptr + token, mask=seen, other=0.0)
+    penalised = _penalise(x, unpack_groups(groups, GROUP), counts, repetition, frequency, presence)
+    tl.store(row_ptr + token, penalised.to(x.dtype), mask=seen)
 
 
-_SIZES = ["logits_stride", "bin_mask_stride", "bin_counts_stride", "vocab_size", "num_rows", "tiles"]
+@triton.jit
+def _penalise_piece(
+    row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, start, end, vocab_size, repetition, frequency, presence,
+    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """Penalise a piece of a row by groups. Bits and counts are asked for a tile ahead: a tile waits for its logits."""
+    num_words = (vocab_size + 31) // 32
+    offset = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    whole_end = start + (end - start) // TILE * TILE
+    if start < whole_end:
+        groups = load_groups(words_ptr, num_words, start, TILE // GROUP, GROUP)
+        counts = tl.load(counts_ptr + start + offset)
+        for first in range(start, whole_end, TILE):
+            # The last tile asks for itself once more.
+            following = tl.minimum(first + TILE, whole_end - TILE)
+            next_groups = load_groups(words_ptr, num_words, following, TILE // GROUP, GROUP)
+            next_counts = tl.load(counts_ptr + following + offset)
+            _penalise_groups(
+                row_ptr, groups, counts, drafts_ptr, num_drafts, first, end, repetition, frequency, presence,
+                TILE, GROUP, DRAFTS, False,
+            )  # fmt: skip
+            groups = next_groups
+            counts = next_counts
+    if whole_end < end:
+        groups = load_groups(words_ptr, num_words, whole_end, TILE // GROUP, GROUP)
+        counts = tl.load(counts_ptr + whole_end + offset, mask=whole_end + offset < end, other=0)
+        _penalise_groups(
+            row_ptr, groups, counts, drafts_ptr, num_drafts, whole_end, end, repetition, frequency, presence,
+            TILE, GROUP, DRAFTS, True,
+        )  # fmt: skip
+
+
+_SIZES = [
+    "logits_stride",
+    "bin_mask_stride",
+    "bin_counts_stride",
+    "vocab_size",
+    "num_rows",
+    "pieces",
+    "tiles_per_piece",
+]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -125,38 +156,41 @@ def _penalties_kernel(
     bin_counts_stride,
     vocab_size,
     num_rows,
-    tiles,
+    pieces,
+    tiles_per_piece,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     DRAFTS: tl.constexpr,
     LOGITS_ALIGN: tl.constexpr,
     COUNTS_ALIGN: tl.constexpr,
 ):
-    """Each item is one tile of one row."""
+    """Each item is a piece of one row."""
     single = single_bits()
-    for item in range(tl.program_id(0), num_rows * tiles, tl.num_programs(0)):
-        row = item // tiles
-        first = (item - row * tiles) * TILE
+    for item in range(tl.program_id(0), num_rows * pieces, tl.num_programs(0)):
+        row = item // pieces
+        start = (item - row * pieces) * tiles_per_piece * TILE
+        end = tl.minimum(start + tiles_per_piece * TILE, vocab_size)
         slot = tl.load(expanded_idx_mapping_ptr + row).to(tl.int64)
+        num_drafts = tl.load(expanded_local_pos_ptr + row).to(tl.int32)
         if slot >= 0:
             repetition = tl.load(repetition_penalty_ptr + slot)
             frequency = tl.load(frequency_penalty_ptr + slot)
             presence = tl.load(presence_penalty_ptr + slot)
             # A row without penalties is not read.
             if ((repetition != 1.0) | (frequency != 0.0)) | (presence != 0.0):
-                num_drafts = tl.load(expanded_local_pos_ptr + row).to(tl.int32)
                 drafts_ptr = token_ids_ptr + (row - num_drafts + 1)
                 row_ptr = logits_ptr + row * tl.multiple_of(logits_stride.to(tl.int64), LOGITS_ALIGN)
                 words_ptr = bin_mask_ptr + slot * bin_mask_stride
                 counts_ptr = bin_counts_ptr + slot * tl.multiple_of(bin_counts_stride.to(tl.int64), COUNTS_ALIGN)
                 if GROUP == 0:
-                    _penalise_tile(
-                        row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, first, vocab_size,
-                        repetition, frequency, presence, single, TILE, DRAFTS,
-                    )  # fmt: skip
+                    for first in range(start, end, TILE):
+                        _penalise_tile(
+                            row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, first, vocab_size,
+                            repetition, frequency, presence, single, TILE, DRAFTS,
+                        )  # fmt: skip
                 else:
-                    _penalise_groups(
-                        row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, first, vocab_size,
+                    _penalise_piece(
+                        row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, start, end, vocab_size,
                         repetition, frequency, presence, TILE, GROUP, DRAFTS,
                     )  # fmt: skip
 
@@ -217,8 +251,12 @@ def apply_penalties(
     if logits.numel() == 0:
         return
     setting = _setting(target, logits.element_size())
+    programs = target.cores * setting.programs_per_core
     tiles = cdiv(vocab_size, setting.tile)
-    _penalties_kernel[(min(rows * tiles, target.cores * setting.programs_per_core),)](
+    pieces = cdiv(tiles, setting.tiles_per_piece or tiles)
+    if setting.tiles_per_piece == 0:
+        pieces = _launch.split_rows(rows, tiles, programs, tiles)
+    _penalties_kernel[(min(rows * pieces, programs),)](
         logits,
         logits.stride(0),
         *arguments,
@@ -229,7 +267,8 @@ def apply_penalties(
         output_bin_counts.stride(0),
         vocab_size,
         rows,
-        tiles,
+        pieces,
+        cdiv(tiles, pieces),
         TILE=setting.tile,
         GROUP=setting.group,
         DRAFTS=setting.drafts,

@@ -34,7 +34,7 @@ def _setting(target: Target) -> _Setting:
         return _Setting(4 if target.body == "cuda" else 0, 2, 1, 1)
     if target.body == "npu":
         return _Setting(0, 16, 1, 1)
-    return _Setting(4, 8, 64, 1)
+    return _Setting(1, 8, 64, 1)
 
 
 @triton.jit

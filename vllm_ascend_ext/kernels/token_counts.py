@@ -43,7 +43,7 @@ def _setting(target: Target) -> _Setting:
         return _Setting(64, 16, 16, False, 0, 2, 1)
     if target.body == "npu":
         return _Setting(16384, 1024, 1024, False, 0, 1, 1)
-    return _Setting(_SHARED_BINS, 4096, 1024, True, 2048, 16, 8)
+    return _Setting(_SHARED_BINS, 8192, 1024, True, 2048, 64, 16)
 
 
 @triton.jit
