@@ -95,6 +95,7 @@ def _child(worker: Worker[Any, Any], work: Any, folder: Path, connection: Connec
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
     try:
         result = worker(work, folder, lambda stage: connection.send(("stage", stage)))
         connection.send(("result", result))
@@ -102,7 +103,6 @@ def _child(worker: Worker[Any, Any], work: Any, folder: Path, connection: Connec
         connection.send(("error", f"{type(error).__name__}: {error}"))
     finally:
         sys.stdout.flush()
-        sys.stderr.flush()
         # What a library registered to run at exit belongs to the parent.
         os._exit(0)
 
