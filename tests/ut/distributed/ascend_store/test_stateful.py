@@ -1,0 +1,309 @@
+"""Stories of requests and faults, drawn and shrunk by Hypothesis: whatever happens, the four laws hold.
+
+Each story drives a scheduler and the workers of all ranks through the small engine, which raises on a token computed on
+wrong bytes, on a hook that a real engine would not survive, and on requests that never end. Faults strike single calls
+or all of them; slow calls outlive their deadlines and return late. Time is a clock that only slow calls and steps move.
+"""
+
+import os
+import shutil
+import tempfile
+import threading
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fixtures.clock import ManualClock
+from fixtures.engine import MiniEngine, State
+from fixtures.gates import Gate
+from fixtures.memory_store import MemoryStore
+from fixtures.stores import FlakyStore, answering, changing, healthy, raising, wrong_bytes
+from fixtures.world import World, make_setup, ranks
+from vllm_ascend_ext.kv_pool.calls import Lanes
+from vllm_ascend_ext.kv_pool.clock import Deadline
+from vllm_ascend_ext.kv_pool.errors import Status
+from vllm_ascend_ext.kv_pool.keys import Topology
+from vllm_ascend_ext.kv_pool.scheduler import KVPoolScheduler
+from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
+from vllm_ascend_ext.kv_pool.worker import KVPoolWorker
+
+BLOCK = 4
+TIMEOUT = 10.0
+
+TOPOLOGIES = [
+    Topology(num_kv_heads=8),
+    Topology(tp_size=2, num_kv_heads=2),
+    Topology(tp_size=4, num_kv_heads=2),
+    Topology(tp_size=4, num_kv_heads=1),
+    Topology(pp_size=2, num_kv_heads=8),
+]
+
+
+class Fatal(BaseException):
+    """Ends the thread that it is raised on."""
+
+
+def codes(change):
+    """An answer without any work done: ``change`` of as many zeros as there are keys."""
+    return lambda call: change([0] * len(call.keys))
+
+
+FAULTS = {
+    "raises": raising(OSError("down")),
+    "raises after its work": raising(OSError("down"), after=True),
+    "none": answering(None),
+    "empty": answering([]),
+    "short": changing(lambda answer: answer[:-1]),
+    "long": changing(lambda answer: [*answer, 0]),
+    "all unknown": codes(lambda zeros: [-1] * len(zeros)),
+    "first fails": changing(lambda answer: [-1, *answer[1:]]),
+    "last fails": changing(lambda answer: [*answer[:-1], -1]),
+    "full": codes(lambda zeros: [int(Status.FULL)] * len(zeros)),
+    "unavailable": codes(lambda zeros: [int(Status.UNAVAILABLE)] * len(zeros)),
+    "no codes": changing(lambda answer: [None] * len(answer)),
+    "text": answering("0000"),
+}
+LIES = {"wrong bytes": wrong_bytes, "nothing copied": codes(list)}
+"""Of get alone: for an existence check or a put these would be lies that nobody can find out."""
+
+
+class BoundedLookup:
+    """The first rank's hits with a deadline, as the look-up server and its client give them."""
+
+    def __init__(self, worker, clock):
+        self._worker, self._clock = worker, clock
+        self._lanes = Lanes("lookup", clock=clock)
+        self._lanes.start(60.0)
+
+    def lookup(self, token_len, hashes, group_ids, hbm_hit_tokens):
+        deadline = Deadline.after(TIMEOUT, self._clock)
+        return self._lanes.run("hit", lambda: self._worker.hits.hit(token_len, hashes, hbm_hit_tokens), deadline)
+
+    def close(self):
+        return self._lanes.close(60.0)
+
+
+class Pool(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.mkdtemp()
+        self.before = set(threading.enumerate())
+        self.clock = ManualClock()
+        self.inner = MemoryStore()
+        self.store = FlakyStore(self.inner)
+        self.gates: list[Gate] = []
+        self.corrupted: dict[str, bytes] = {}
+        self.number = 0
+        self.world: World | None = None
+
+    # -- the engine -------------------------------------------------------------------------------------------------
+
+    @initialize(
+        topology=st.sampled_from(TOPOLOGIES),
+        load_async=st.booleans(),
+        save_decode_cache=st.booleans(),
+        policy=st.sampled_from(["recompute", "fail"]),
+        chunk=st.sampled_from([1 << 30, 4, 6]),
+        lanes=st.sampled_from([1, 2]),
+        prefix_caching=st.booleans(),
+    )
+    def start(self, topology, load_async, save_decode_cache, policy, chunk, lanes, prefix_caching):
+        self.options = {"policy": policy, "chunk": chunk, "prefix_caching": prefix_caching, "num_blocks": 200}
+        self.setup_ = make_setup(
+            self.folder,
+            topology=topology,
+            load_async=load_async,
+            save_decode_cache=save_decode_cache,
+            lanes=lanes,
+            load_timeout=TIMEOUT,
+            save_timeout=TIMEOUT,
+            store_backoff=1.5,
+            start_timeout=60.0,
+            close_timeout=60.0,
+        )
+        self.open()
+
+    def open(self):
+        self.inner.reopen()
+        workers = []
+        for topology in ranks(self.setup_.topology):
+            worker = KVPoolWorker(replace(self.setup_, topology=topology), self.store, clock=self.clock)
+            worker.start()
+            workers.append(worker)
+            # An idle engine waits for a load with the clock, which stands still while a call is being held.
+            wait = worker.wait_for_loads
+            worker.wait_for_loads = lambda timeout, wait=wait: None if self.gates else wait(timeout)
+        scheduler = KVPoolScheduler(self.setup_, BoundedLookup(workers[0], self.clock))
+        self.world = World(self.setup_, MiniEngine(self.setup_, scheduler, workers, **self.options), workers)
+
+    @property
+    def engine(self):
+        return self.world.engine
+
+    def live(self):
+        return [request for request in self.engine.requests.values() if request.live]
+
+    # -- what requests do -------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.number < 12)
+    @rule(family=st.integers(0, 1), shared=st.integers(0, 24), own=st.integers(0, 6), output=st.integers(1, 6))
+    def add(self, family, shared, own, output):
+        """Prompts of one family share a prefix."""
+        self.number += 1
+        prompt = [*range(100 * family, 100 * family + shared), *range(1000 * self.number, 1000 * self.number + own)]
+        self.engine.add(f"r{self.number}", prompt or [7], output)
+
+    @rule(count=st.integers(1, 4))
+    def steps(self, count):
+        for _ in range(count):
+            self.clock.advance(1.0)
+            self.engine.step()
+            self.check_announced()
+
+    @rule(which=st.integers(0, 100))
+    def abort(self, which):
+        if live := self.live():
+            self.engine.abort(live[which % len(live)].request_id)
+
+    @rule(which=st.integers(0, 100))
+    def preempt(self, which):
+        if running := [request for request in self.live() if request.state is State.RUNNING]:
+            self.engine.preempt(running[which % len(running)].request_id)
+
+    @rule()
+    def restart(self):
+        """A new engine on the same pool."""
+        self.finish_engine()
+        self.open()
+
+    # -- what goes wrong --------------------------------------------------------------------------------------------
+
+    @rule(method=st.sampled_from(["exists", "put", "get", "remove"]), fault=st.sampled_from(sorted(FAULTS)))
+    def fail_once(self, method, fault):
+        self.store.script(method, FAULTS[fault])
+
+    @rule(lie=st.sampled_from(sorted(LIES)), skip=st.integers(0, 2))
+    def lie_once(self, lie, skip):
+        self.store.script("get", *[healthy] * skip, LIES[lie])
+
+    @rule(method=st.sampled_from(["exists", "put", "get"]), fault=st.sampled_from([None, *sorted(FAULTS)]))
+    def fail_always(self, method, fault):
+        self.store.always(method, FAULTS[fault] if fault else None)
+
+    @precondition(lambda self: len(self.gates) < 3)
+    @rule(method=st.sampled_from(["exists", "put", "get"]))
+    def outlive_the_deadline(self, method):
+        gate = Gate()
+        self.gates.append(gate)
+
+        def slow(call):
+            self.clock.advance(TIMEOUT)
+            gate.hold()
+            return call()
+
+        self.store.script(method, slow)
+
+    @precondition(lambda self: self.gates)
+    @rule()
+    def return_late(self):
+        self.gates.pop(0).open()
+
+    @rule(method=st.sampled_from(["exists", "put", "get"]), chance=st.integers(0, 3))
+    def end_a_thread(self, method, chance):
+        if not chance:
+            self.store.script(method, raising(Fatal("device lost")))
+
+    @rule(which=st.integers(0, 1000), several=st.booleans())
+    def evict(self, which, several):
+        keys = sorted(self.inner.values)
+        for key in keys[which % len(keys) :: 3] if several and keys else keys[which % max(len(keys), 1) :][:1]:
+            self.inner.values.pop(key, None)
+
+    @rule(which=st.integers(0, 1000), byte=st.integers(0, 1000))
+    def corrupt(self, which, byte):
+        if keys := sorted(self.inner.values):
+            key = keys[which % len(keys)]
+            value = bytearray(self.inner.values[key])
+            value[byte % len(value)] ^= 0x10
+            self.inner.values[key] = self.corrupted[key] = bytes(value)
+
+    # -- laws -------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def only_right_bytes_are_in_the_pool(self):
+        if self.world is None:
+            return
+        still = {key for key, value in self.corrupted.items() if self.inner.values.get(key) == value}
+        hidden = {key: self.inner.values.pop(key) for key in still}
+        self.world.audit(self.inner, self.engine.requests.values())
+        self.inner.values.update(hidden)
+
+    def check_announced(self):
+        """A block is announced as stored only if it is there."""
+        for worker in self.world.workers:
+            database = ChunkedTokenDatabase(replace(self.setup_, topology=worker.topology))
+            for event in worker.take_stored():
+                missing = [name for name in database.names_of(event.group, event.block_hash) if not self.has(name)]
+                assert not missing, f"announced as stored, but not there: {missing}"
+
+    def has(self, key):
+        return key in self.inner.values
+
+    def finish_engine(self):
+        """Every request ends although the faults go on, and nothing is left of any."""
+        self.release()
+        self.engine.run(max_steps=300)
+        self.engine.check_idle()
+        self.only_right_bytes_are_in_the_pool()
+        assert self.world.close() == []
+        self.world = None
+
+    def release(self):
+        while self.gates:
+            self.gates.pop().open()
+
+    def teardown(self):
+        try:
+            if self.world is not None:
+                families = {request.all_token_ids[0]: request for request in self.engine.requests.values()}
+                self.finish_engine()
+                self.store = FlakyStore(self.inner)  # all is well again
+                self.clock.advance(1000.0)
+                self.check_hits(families.values())
+        finally:
+            self.release()
+            if self.world is not None:
+                self.world.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        assert not [thread for thread in set(threading.enumerate()) - self.before if thread.name.startswith("kv-")]
+
+    def check_hits(self, requests):
+        """What the pool holds, as the model sees it, is what a new request gets, and it computes right on it."""
+        still = [key for key, value in self.corrupted.items() if self.inner.values.get(key) == value]
+        for key in still:
+            del self.inner.values[key]
+        for number, request in enumerate(requests):
+            self.open()
+            database = ChunkedTokenDatabase(self.setup_)
+            owners = database.owner_keys(0, request.block_hashes, 0)
+            there = np.asarray([[key in self.inner.values for key in owner] for owner in owners]).all(axis=0)
+            blocks = int(np.append(~there, True).argmax())
+            probe = self.engine.add(f"probe{number}", request.all_token_ids)
+            self.engine.run()
+            assert probe.state is State.DONE
+            assert probe.loaded_tokens == min(blocks * BLOCK, probe.num_prompt_tokens - 1)
+            self.finish_engine()
+
+
+Pool.TestCase.settings = settings(
+    max_examples=int(os.environ.get("STATEFUL_EXAMPLES", "60")),
+    stateful_step_count=25,
+    deadline=None,
+    derandomize="STATEFUL_EXAMPLES" not in os.environ,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+TestPool = Pool.TestCase
