@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Histogram
@@ -28,6 +29,7 @@ from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from vllm.v1.request import RequestStatus
 
 from vllm_ascend_ext.kv_pool import metrics
 from vllm_ascend_ext.kv_pool.engine_setup import CacheFacts, GroupSpec, Ranks, block_layouts, forward_order, pool_setup
@@ -244,6 +246,10 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if request.status == RequestStatus.FINISHED_ERROR and self._kv_cache_manager is not None:
+            # Under policy ``fail`` vLLM takes the hashes of the blocks that failed, but not of those that another
+            # request of the batch computed on them.
+            self._evict(chain(*self._kv_cache_manager.get_block_ids(request.request_id)))
         return self.scheduler.request_finished(request.request_id), None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -256,11 +262,15 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def _forget_hashes(self, invalid_block_ids: Iterable[int]) -> None:
-        """vLLM leaves blocks that failed to load, and those computed behind them, in its own prefix cache until they
-        are recomputed; a request that comes in between would hit them."""
-        forget = self.scheduler.blocks_to_forget(invalid_block_ids) if invalid_block_ids else None
-        if forget and self._kv_cache_manager is not None:
-            self._kv_cache_manager.evict_blocks(forget)
+        """Under policy ``recompute`` vLLM leaves blocks that failed to load, and those computed behind them, in its own
+        prefix cache until they are recomputed; a request that comes in between would hit them."""
+        if invalid_block_ids:
+            self._evict(self.scheduler.blocks_to_forget(invalid_block_ids))
+
+    def _evict(self, block_ids: Iterable[int]) -> None:
+        """Take blocks out of vLLM's own prefix cache; whoever uses them keeps them."""
+        if self._kv_cache_manager is not None:
+            self._kv_cache_manager.evict_blocks(set(block_ids))
 
     def _note_events(self, events: AscendStoreKVEvents) -> None:
         """Announce the blocks of which every rank that owns a part has stored it in this step."""
