@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -140,6 +141,23 @@ def test_of_many_that_want_one_path_at_once_one_gets_it(path: str) -> None:
     assert (len(won), len(lost)) == (1, 7)
     assert connects(path)
     won[0].release()
+
+
+def test_a_lock_file_that_its_owner_removed_meanwhile_is_no_lock(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = fcntl.flock
+    removals = iter([f"{path}.lock"])
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        for file in removals:  # the owner was faster
+            os.unlink(file)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    endpoint = claim(path)
+    assert os.path.exists(endpoint.lock_path)
+    with pytest.raises(ConfigError, match="is served already"):
+        claim(path)
+    endpoint.release()
 
 
 CLAIM = """

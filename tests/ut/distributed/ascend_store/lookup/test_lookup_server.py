@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import signal
 import socket
 import stat
@@ -311,6 +312,50 @@ def test_a_handler_that_takes_its_time_delays_nobody_else(path: str) -> None:
             assert quick.answer() == reply(token_len)
         gate.set()
         assert slow.answer() == reply(1)
+
+
+def test_a_message_whose_signal_was_eaten_by_an_answer_is_found_and_nobody_spins(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq's descriptor tells of a message once, and sending may take that signal from the thread that waits."""
+    gate, inside = threading.Event(), threading.Event()
+    waiting: list[int] = []
+
+    def wait_without_the_signal(self: server_module._Socket, seconds: float) -> None:
+        waiting.append(threading.get_ident())
+        select.select([server._wake.descriptor], [], [], PATIENCE)
+
+    def handler(request: LookupRequest) -> int:
+        if request.token_len == 1:
+            waiting.clear()
+            inside.set()
+            gate.wait(PATIENCE)
+        return request.token_len
+
+    def arrived() -> bool:
+        with server._lock:
+            assert server._socket is not None
+            return server_module.readable(server._socket._router)
+
+    def until(holds: Callable[[], object]) -> None:
+        last = time.monotonic() + PATIENCE
+        while not holds():
+            assert time.monotonic() < last
+            gate.wait(0.001)
+
+    monkeypatch.setattr(server_module._Socket, "wait", wait_without_the_signal)
+    with serving(path, handler) as server, Peer(path) as first, Peer(path) as second:
+        first.ask(request(1))
+        until(arrived)
+        server._wake.set()
+        assert inside.wait(PATIENCE)
+        until(lambda: waiting)  # the next thread leads
+        second.ask(request(2))
+        until(arrived)
+        gate.set()
+        assert first.answer() == reply(1)
+        assert second.answer() == reply(2)
+        assert len(waiting) < 10
 
 
 def test_a_handler_that_is_overdue_is_answered_for_and_what_it_says_later_is_dropped(path: str, stats: Stats) -> None:
