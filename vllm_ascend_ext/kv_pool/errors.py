@@ -63,10 +63,12 @@ _MOONCAKE = {
     0: Status.OK,
     -200: Status.FULL,
     -600: Status.INVALID,
+    -703: Status.MISSING,  # begun, and not finished
     -704: Status.MISSING,
     -706: Status.REFUSED,
     -800: Status.UNAVAILABLE,
     -900: Status.UNAVAILABLE,
+    -901: Status.UNAVAILABLE,
 }
 _MEMCACHE = {
     0: Status.OK,
@@ -83,7 +85,7 @@ _PLAIN = {status.value: status for status in Status}
 
 NATIVE: dict[str, dict[int, Status]] = {
     "local": _PLAIN,
-    "mooncake": _MOONCAKE,
+    "mooncake": _PLAIN | _MOONCAKE,  # its own are 0 and below; those above are what staging says
     "memcache": _MEMCACHE,
     "yuanrong": {0: Status.OK, 1: Status.MISSING},
 }

@@ -24,7 +24,19 @@ def _local(config: PoolConfig) -> Backend:
     return LocalBackend(config.local_pool_name, config.local_capacity_bytes)
 
 
-BACKENDS: dict[str, Callable[[PoolConfig], Backend]] = {"local": _local}
+def _mooncake(config: PoolConfig) -> Backend:
+    from vllm_ascend_ext.kv_pool.backend.mooncake import MooncakeBackend
+    from vllm_ascend_ext.kv_pool.backend.mooncake_config import MooncakeConfig
+
+    return MooncakeBackend(
+        MooncakeConfig.from_environment(),
+        slots=config.staging_slots,
+        slot_bytes=config.staging_slot_bytes,
+        slot_timeout=min(config.load_timeout, config.save_timeout),
+    )
+
+
+BACKENDS: dict[str, Callable[[PoolConfig], Backend]] = {"local": _local, "mooncake": _mooncake}
 """One maker per engine; each imports its own client library, so that none needs another's."""
 
 

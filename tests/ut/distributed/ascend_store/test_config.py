@@ -6,8 +6,8 @@ from vllm_ascend_ext.kv_pool.config import PoolConfig
 from vllm_ascend_ext.kv_pool.errors import ConfigError
 
 PERIODS = [name for name in PoolConfig.model_fields if name.endswith(("_timeout", "_backoff", "_ttl"))]
-COUNTS = ["prefill_pp_size", "prefill_tp_size", "decode_tp_size", "layerwise_prefetch_layers", "lanes"]
-LIMITS = ["layerwise_max_transfer_blocks", "layerwise_max_transfer_bytes", "local_capacity_bytes"]
+COUNTS = ["prefill_pp_size", "prefill_tp_size", "decode_tp_size", "layerwise_prefetch_layers", "lanes", "staging_slots"]
+LIMITS = ["layerwise_max_transfer_blocks", "layerwise_max_transfer_bytes", "local_capacity_bytes", "staging_slot_bytes"]
 
 
 def refused(field, value, kv_role="kv_both"):

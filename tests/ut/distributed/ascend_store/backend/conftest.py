@@ -7,14 +7,17 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from fixtures.mooncake import MISSING, MooncakeMaster, mooncake_config
 from vllm_ascend_ext.kv_pool.backend.arena import pool_folder
 from vllm_ascend_ext.kv_pool.backend.base import GLOBAL_TO_LOCAL, LOCAL_TO_GLOBAL, Backend
 from vllm_ascend_ext.kv_pool.backend.copier import Copier
 from vllm_ascend_ext.kv_pool.backend.local import LocalBackend, destroy
+from vllm_ascend_ext.kv_pool.backend.mooncake import MooncakeBackend
 from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock
 from vllm_ascend_ext.kv_pool.errors import Status, from_native
 from vllm_ascend_ext.kv_pool.fence import Fence, open_fence
@@ -46,6 +49,12 @@ class EnginePool:
 
     capacity_bytes: int = 1 << 20
     clients: list[Backend] = field(default_factory=list)
+    has_gva: ClassVar[bool] = True
+
+    @classmethod
+    def fresh(cls, request: pytest.FixtureRequest) -> EnginePool:
+        """A new pool; ``request`` gives the servers that it needs."""
+        return cls()
 
     def connect(self) -> Backend:
         raise NotImplementedError
@@ -91,6 +100,24 @@ class LocalPool(EnginePool):
     def close(self) -> None:
         super().close()
         destroy(self.name)
+
+
+@dataclass
+class MooncakePool(EnginePool):
+    """The first client gives the memory, and takes all values with it when it closes."""
+
+    capacity_bytes: int = 16 << 20
+    master: MooncakeMaster = field(default_factory=MooncakeMaster)
+    has_gva: ClassVar[bool] = False
+
+    @classmethod
+    def fresh(cls, request: pytest.FixtureRequest) -> EnginePool:
+        return cls(master=request.getfixturevalue("mooncake_master"))
+
+    def connect(self) -> MooncakeBackend:
+        size = 0 if self.clients else self.capacity_bytes
+        config = mooncake_config(self.master, global_segment_size=size)
+        return MooncakeBackend(config, slots=2, slot_bytes=2 * self.capacity_bytes)
 
 
 @dataclass(frozen=True)
@@ -142,16 +169,26 @@ def table(memory: HostMemory) -> tuple[np.ndarray, np.ndarray]:
     return addresses, np.full_like(addresses, memory.array.shape[1])
 
 
-ENGINES: dict[str, tuple[type[EnginePool], tuple[pytest.MarkDecorator, ...]]] = {"local": (LocalPool, ())}
+ENGINES: dict[str, tuple[type[EnginePool], tuple[pytest.MarkDecorator, ...]]] = {
+    "local": (LocalPool, ()),
+    "mooncake": (MooncakePool, (pytest.mark.backend, pytest.mark.skipif(bool(MISSING), reason=MISSING))),
+}
 """Engines that need an environment of their own carry the mark ``backend``."""
 
 
 @pytest.fixture(params=[pytest.param(name, marks=marks) for name, (_, marks) in ENGINES.items()])
 def engine_pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
     """A fresh, empty pool of one engine."""
-    pool = ENGINES[request.param][0]()
+    pool = ENGINES[request.param][0].fresh(request)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def mooncake_master() -> Iterator[MooncakeMaster]:
+    """A running mooncake_master."""
+    with MooncakeMaster() as master:
+        yield master
 
 
 @pytest.fixture
@@ -168,7 +205,7 @@ def local_pool() -> Iterator[LocalPool]:
 
 
 @pytest.fixture
-def gva_client(client: Client) -> Client:
-    if not client.backend.has_gva:
-        pytest.skip(f"{client.backend.engine} has no global addresses")
-    return client
+def gva_client(engine_pool: EnginePool) -> Client:
+    if not engine_pool.has_gva:
+        pytest.skip("this engine has no global addresses")
+    return engine_pool.open()

@@ -113,8 +113,6 @@ def test_a_call_without_keys_is_no_error(client):
 
 
 def test_a_put_behind_a_revoked_fence_publishes_nothing(client):
-    if client.backend.late_data != "fenced":
-        pytest.skip("the pool copies through a buffer of its own")
     assert client.put({"a": A, "b": B}, revoked_fence()) == [Status.CANCELLED] * 2
     assert client.exists("a", "b") == [0, 0]
     assert client.put({"a": C}) == [Status.OK]
@@ -122,8 +120,6 @@ def test_a_put_behind_a_revoked_fence_publishes_nothing(client):
 
 
 def test_a_get_behind_a_revoked_fence_writes_nothing(client):
-    if client.backend.late_data != "fenced":
-        pytest.skip("the pool copies through a buffer of its own")
     client.put({"a": A})
     memory = client.memory(1, SIZE, fill=7)
     at = np.array([memory.addresses])
