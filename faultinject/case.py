@@ -21,6 +21,7 @@ from faultinject.session import Session
 
 T = TypeVar("T")
 FLOW = "faultinject-flow"
+_AFTER_INTERRUPT = 2.0
 _AFTER_HANG = 0.3  # seconds
 
 
@@ -133,7 +134,9 @@ class _Case:
                 self._watch()
             except BaseException:  # KeyboardInterrupt: free everything, then let it stop the run
                 self.session.end()
-                watchdog.give_up([thread for thread in self.leaks.new_threads() if not join(thread, 0.2)])
+                end = time.monotonic() + _AFTER_INTERRUPT
+                threads = self.leaks.new_threads()
+                watchdog.give_up([thread for thread in threads if not join(thread, max(end - time.monotonic(), 0.0))])
                 raise
         self.leaks.ledgers.clear()  # a ledger that refers to the run would keep the objects under test in a cycle
         self.seen.seconds = time.monotonic() - started
