@@ -67,6 +67,7 @@ class PoolConfig(BaseModel):
     rpc_base_path: str = Field(default_factory=_rpc_base_path, min_length=1)
     local_pool_name: str = Field("vllm-ascend-ext", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     local_capacity_bytes: int = Field(1 << 30, ge=1)
+    local_keep: bool = False  # leave the embedded pool when its last engine ends, for the next to find
     staging_slots: int = Field(4, ge=1, le=64)
     staging_slot_bytes: int = Field(64 << 20, ge=1, le=8 << 30)
 

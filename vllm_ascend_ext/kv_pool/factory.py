@@ -21,7 +21,7 @@ from vllm_ascend_ext.kv_pool.worker import KVPoolWorker
 def _local(config: PoolConfig) -> Backend:
     from vllm_ascend_ext.kv_pool.backend.local import LocalBackend
 
-    return LocalBackend(config.local_pool_name, config.local_capacity_bytes)
+    return LocalBackend(config.local_pool_name, config.local_capacity_bytes, keep=config.local_keep)
 
 
 def _mooncake(config: PoolConfig) -> Backend:
