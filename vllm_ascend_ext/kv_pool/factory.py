@@ -32,7 +32,7 @@ def _mooncake(config: PoolConfig) -> Backend:
         MooncakeConfig.from_environment(),
         slots=config.staging_slots,
         slot_bytes=config.staging_slot_bytes,
-        slot_timeout=min(config.load_timeout, config.save_timeout),
+        slot_timeout=min(config.load_timeout, config.save_timeout) / 2,  # said before the job gives up
     )
 
 
