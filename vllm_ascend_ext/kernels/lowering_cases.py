@@ -20,6 +20,13 @@ FLOATS = {"fp32": 4, "bf16": 2}
 VOCABULARIES = (32_000, 128_256, 151_936, 262_144, 50_257)
 SHOWN_VOCABULARY = 151_936
 
+#: What the kernels of logprobs compute: name, log-probabilities, ranks.
+SCORES = (
+    ("log-probabilities and ranks", True, True),
+    ("log-probabilities", True, False),
+    ("ranks", False, True),
+)
+
 #: What is allowed, and why. Each is a cost per launch, per tile of 4,096 and more, or per token that the caller names.
 SINGLE_BITS = {"fixed-scalar-loop": "the 32 single-bit masks are made once a program, outside its loops"}
 COLUMNS = {"transfer-per-element": "one trip for each token id that the caller asks for: neither tile nor vocabulary"}
@@ -29,14 +36,13 @@ TOKENS = {"scalar-walk": "one trip for each token id, inside the Unified Buffer 
 def _bitmask(dtype: str, vocabulary: int) -> Iterator[Case]:
     size = FLOATS[dtype]
     setting = bitmask._setting(NPU, size)
-    tiles = cdiv(vocabulary, setting.tile)
     for indices in ("*i32", "*i64"):
         for with_requests in (False, True):
             yield _case(
                 "bitmask._bitmask_kernel",
                 f"{dtype}, {indices[1:]} indices" + (", by request" if with_requests else ""),
                 f"logits_ptr: *{dtype}; logits_indices_ptr: {indices}; bitmask_ptr: *i32; logits_stride bitmask_stride "
-                "num_words vocab_size num_masks mask_stride tiles: i32"
+                "num_words vocab_size num_masks mask_stride pieces tiles_per_piece: i32"
                 + (f"; cu_num_logits_ptr: {indices}" if with_requests else ""),
                 {
                     "TILE": setting.tile,
@@ -44,7 +50,7 @@ def _bitmask(dtype: str, vocabulary: int) -> Iterator[Case]:
                     "ALIGN": _launch.vector_elements(vocabulary, size),
                     **({} if with_requests else {"cu_num_logits_ptr": None}),
                 },
-                {"vocab_size": vocabulary, "num_masks": 1, "tiles": tiles, "grid": min(tiles, CORES)},
+                {"num_masks": 1, **_row(vocabulary, setting.tile)},
                 SINGLE_BITS,
             )
 
@@ -52,13 +58,12 @@ def _bitmask(dtype: str, vocabulary: int) -> Iterator[Case]:
 def _penalties(dtype: str, vocabulary: int) -> Iterator[Case]:
     size = FLOATS[dtype]
     setting = penalties._setting(NPU, size)
-    tiles = cdiv(vocabulary, setting.tile)
     yield _case(
         "penalties._penalties_kernel",
         dtype,
         f"logits_ptr: *{dtype}; expanded_idx_mapping_ptr token_ids_ptr expanded_local_pos_ptr bin_mask_ptr "
         "bin_counts_ptr: *i32; repetition_penalty_ptr frequency_penalty_ptr presence_penalty_ptr: *fp32; logits_stride "
-        "bin_mask_stride bin_counts_stride vocab_size num_rows tiles: i32",
+        "bin_mask_stride bin_counts_stride vocab_size num_rows pieces tiles_per_piece: i32",
         {
             "TILE": setting.tile,
             "GROUP": setting.group,
@@ -66,42 +71,42 @@ def _penalties(dtype: str, vocabulary: int) -> Iterator[Case]:
             "LOGITS_ALIGN": _launch.vector_elements(vocabulary, size),
             "COUNTS_ALIGN": _launch.vector_elements(vocabulary, 4),
         },
-        {
-            **{"vocab_size": vocabulary, "num_rows": 1, "tiles": tiles},
-            **{"*expanded_local_pos_ptr": 0, "grid": min(tiles, CORES)},
-        },
+        {"num_rows": 1, "*expanded_local_pos_ptr": 0, **_row(vocabulary, setting.tile)},
         SINGLE_BITS,
     )
+
+
+def _row(vocabulary: int, tile: int, most: int | None = None) -> dict[str, int]:
+    """Values of a launch for one row, cut in pieces for all cores."""
+    tiles = cdiv(vocabulary, tile)
+    pieces = _launch.split_rows(1, tiles, CORES, tiles if most is None else most)
+    return {
+        "vocab_size": vocabulary,
+        "pieces": pieces,
+        "tiles_per_piece": cdiv(tiles, pieces),
+        "grid": min(pieces, CORES),
+    }
 
 
 def _logprobs(dtype: str, vocabulary: int) -> Iterator[Case]:
     size = FLOATS[dtype]
     setting = logprobs._setting(NPU, size)
-    tiles = cdiv(vocabulary, setting.tile)
     types = (
         f"scores_ptr partials_ptr: *fp32; ranks_ptr ids_ptr: *i64; counts_ptr: *i32; logits_ptr: *{dtype}; "
         "logits_stride ids_stride num_columns vocab_size num_rows pieces: i32"
     )
-    for name, lse, rank in (
-        ("log-probabilities and ranks", True, True),
-        ("log-probabilities", True, False),
-        ("ranks", False, True),
-    ):
+    for name, lse, rank in SCORES:
         for whole in (False, True):
-            pieces = 1 if whole else _launch.split_rows(1, tiles, CORES, setting.pieces)
             yield _case(
                 "logprobs._fold_kernel",
                 f"{dtype}, {name}, {'whole rows' if whole else 'rows in pieces'}",
                 f"{types}; tiles_per_piece: i32",
                 {
                     **{"TILE": setting.tile, "LANES": setting.lanes, "COLUMNS": setting.columns},
-                    **{"TAIL_APART": setting.tail_apart, "STAGES": setting.stages},
-                    **{"ALIGN": _launch.vector_elements(vocabulary, size), "LSE": lse, "RANK": rank, "WHOLE": whole},
+                    **{"CUDA": False, "STAGES": setting.stages, "LSE": lse, "RANK": rank, "WHOLE": whole},
+                    "ALIGN": _launch.vector_elements(vocabulary, size),
                 },
-                {
-                    **{"vocab_size": vocabulary, "num_rows": 1, "num_columns": 21, "pieces": pieces},
-                    **{"tiles_per_piece": cdiv(tiles, pieces), "grid": min(pieces, CORES)},
-                },
+                {"num_rows": 1, "num_columns": 21, **_row(vocabulary, setting.tile, 1 if whole else setting.pieces)},
                 COLUMNS if whole else {},
             )
         yield _case(

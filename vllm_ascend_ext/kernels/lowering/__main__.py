@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import check, jobs, largest, pool, report, sweep, toolchain
+from . import check, compare, jobs, largest, pool, report, sweep, toolchain
 from .cases import Constant, check_type
 from .check import Job, Report
 from .findings import KINDS, Finding, Severity
@@ -92,6 +92,13 @@ def _largest_tile(options: argparse.Namespace) -> int:
     for one in searches:
         print(report.largest_text(one))
     return OK if all(one.largest is not None for one in searches) else FOUND
+
+
+def _compare(options: argparse.Namespace) -> int:
+    ours, theirs = (json.loads(path.read_text()) for path in (options.ours, options.theirs))
+    pairs = compare.read_pairs(options.pairs.read_text().splitlines())
+    print(compare.table(pairs, ours, theirs), end="")
+    return OK
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -230,6 +237,11 @@ def _parser() -> argparse.ArgumentParser:
     sweep_.add_argument("--revision", help="what is swept, for the page; otherwise the commit of --root")
     sweep_.add_argument("--page", type=Path, default=Path("build/ascend-sweep.md"), metavar="FILE", help="the page")
     sweep_.set_defaults(command=_sweep)
+    compare_ = commands.add_parser("compare", help="two JSON reports side by side, as a table in Markdown")
+    compare_.add_argument("ours", type=Path, metavar="OURS.json")
+    compare_.add_argument("theirs", type=Path, metavar="THEIRS.json")
+    compare_.add_argument("--pairs", type=Path, required=True, metavar="FILE", help="lines: operation | ours | theirs")
+    compare_.set_defaults(command=_compare)
     explain = commands.add_parser("explain", help="what the findings mean")
     explain.add_argument("code", nargs="?", help="a finding, such as scalar-loop")
     explain.set_defaults(command=_explain)

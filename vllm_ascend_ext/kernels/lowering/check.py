@@ -36,8 +36,9 @@ COUNTED = {
     "element_trips": "trips of loops over single elements",
     "syncs": "synchronisations",
 }
-#: Constants tried when looking for what a scalar loop grows with.
+#: Constants tried when looking for what a scalar loop grows with, and the least that may be a tile.
 _PROBES = 8
+_LEAST_TILE = 16
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ def _element_trips(found: Iterable[Loop]) -> dict[Location, int]:
 
 def _halvable(case: Case) -> list[tuple[str, int]]:
     sizes = [(name, v) for name, v in case.constants.items() if isinstance(v, int) and not isinstance(v, bool)]
-    return sorted(((name, v) for name, v in sizes if v >= 2 and v % 2 == 0), key=lambda item: -item[1])
+    return sorted(((name, v) for name, v in sizes if v >= _LEAST_TILE and v % 2 == 0), key=lambda item: -item[1])
 
 
 def _unique(found: list[Finding]) -> list[Finding]:
