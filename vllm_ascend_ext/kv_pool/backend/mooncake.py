@@ -171,21 +171,22 @@ def _reach_servers(config: MooncakeConfig) -> str:
                 "VLLM_HOST_IP, to the address at which the other clients reach this host"
             )
         return named
-    own = _probe("master_server_address", config.master_server_address, "a mooncake_master (see MOONCAKE_MASTER)")
+    master = config.master_server_address
+    own = _probe("master_server_address", master, split_address(master), "a mooncake_master (see MOONCAKE_MASTER)")
     if config.metadata_server.startswith(("http://", "https://")):
         parts = urlsplit(config.metadata_server)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        _probe("metadata_server", f"[{parts.hostname}]:{port}", "a metadata server")
+        _probe("metadata_server", config.metadata_server, (parts.hostname or "", port), "a metadata server")
     return named or own
 
 
-def _probe(field: str, address: str, what: str) -> str:
+def _probe(field: str, value: str, address: tuple[str, int], what: str) -> str:
     """This host's address towards ``address``; ConfigError within a few seconds if nobody listens there."""
     try:
-        with socket.create_connection(split_address(address), timeout=_PROBE_SECONDS) as connection:
+        with socket.create_connection(address, timeout=_PROBE_SECONDS) as connection:
             return str(connection.getsockname()[0])
     except OSError as cause:
-        raise ConfigError(f"{field}={address!r}: {what} must listen there, and nobody does: {cause}") from cause
+        raise ConfigError(f"{field}={value!r}: {what} must listen there, and nobody does: {cause}") from cause
 
 
 def _check_device(config: MooncakeConfig) -> None:
