@@ -71,6 +71,7 @@ class LookupKeyClient:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = zmq.Context()
         self._wake = Wake()
         self._wake.open()
+        self._wake_read = self._wake.descriptor
 
     def lookup(
         self,
@@ -167,7 +168,7 @@ class LookupKeyClient:
                 return self._channel.exchange(frames, deadline)
         self._drop_channel()
         assert self._context is not None
-        self._channel = _Channel(self._context, self.path, self._wake.descriptor)
+        self._channel = _Channel(self._context, self.path, self._wake_read)
         return self._channel.exchange(frames, deadline)
 
     def _begin_backoff(self, name: str, whom: tuple[str], cause: BaseException) -> None:

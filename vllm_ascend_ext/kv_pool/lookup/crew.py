@@ -62,7 +62,7 @@ class Crew:
         self._condition = threading.Condition()
         self._seats: list[_Seat] = []
         self._backlog: deque[Work] = deque()  # came when everybody was at work
-        self._idle = 0
+        self._idle: set[_Seat] = set()
         self._led = False
         self._closing = False
 
@@ -70,8 +70,7 @@ class Crew:
         """Return when the first thread leads; raises what kept it from it."""
         self._lanes.start(timeout)
         with self._condition:
-            self._enlist()
-            self._others()
+            self._others(self._enlist())
 
     def give_up(self, work: Work, cause: BaseException) -> None:
         """Don't wait for ``work`` any more: its thread is written off, and another takes its place."""
@@ -80,6 +79,8 @@ class Crew:
                 self._backlog.remove(work)
         if work.call is not None:
             self._lanes.give_up(work.call, cause)
+            with self._condition:
+                self._condition.notify_all()  # its thread may have come back just now, and must leave
 
     def close(self, timeout: float) -> list[str]:
         """End every thread; the owner has told ``lead`` to end. Idempotent; returns what is still stuck."""
@@ -104,13 +105,14 @@ class Crew:
     def _wait_for_turn(self, seat: _Seat) -> bool:
         """True when this thread shall lead, or do ``seat.work``; False when it shall end."""
         with self._condition:
-            self._idle += 1
+            self._idle.add(seat)
             try:
                 while not self._leaves(seat) and self._led and not self._backlog:
                     self._clock.wait(self._condition, _IDLE_SECONDS)
             finally:
-                self._idle -= 1
+                self._idle.remove(seat)
             if self._leaves(seat):
+                self._condition.notify()  # whatever woke it may have been meant for another
                 return False
             seat.work = self._backlog.popleft() if self._led else None
             if seat.work is not None:
@@ -122,12 +124,12 @@ class Crew:
         """The next work for this thread, which doesn't lead any more then; None when the crew ends."""
         while (work := self._lead()) is not None:
             with self._condition:
-                if self._idle:
+                if not all(self._leaves(idle) for idle in self._idle):
                     self._led = False
                     self._condition.notify()
                     work.call = seat.call
                     return work
-                if self._others():
+                if self._others(seat):
                     self._backlog.append(work)
                     continue
             work.refuse(NotRunning("every thread is stuck, and no more are to be had"))
@@ -138,17 +140,18 @@ class Crew:
     def _leaves(self, seat: _Seat) -> bool:
         return self._closing or seat.call is None or seat.call.ended
 
-    def _others(self) -> bool:
-        """Fill the places of threads that were given up; True if there is anybody but the one that leads."""
+    def _others(self, leader: _Seat) -> bool:
+        """Fill the places of threads that were given up; True if there is anybody but ``leader``."""
         self._seats = [seat for seat in self._seats if not self._leaves(seat)]
         try:
             while len(self._seats) <= self._size:
                 self._enlist()
         except (NotRunning, RuntimeError):  # too many are stuck, or no thread is to be had
             pass
-        return len(self._seats) > 1
+        return any(seat is not leader for seat in self._seats)
 
-    def _enlist(self) -> None:
+    def _enlist(self) -> _Seat:
         seat = _Seat()
         seat.call = self._lanes.submit("look-up handler", partial(self._serve, seat), Deadline(math.inf, self._clock))
         self._seats.append(seat)
+        return seat

@@ -131,6 +131,28 @@ def test_work_that_was_given_up_before_it_began_is_never_done() -> None:
     assert source.fatal == []
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_thread_that_came_back_as_it_was_given_up_takes_no_lead_with_it(size: int) -> None:
+    for _ in range(20):
+        source = Source()
+        done = threading.Event()
+        holders = [Holder() for _ in range(size)]
+        with crew_of(source, size, max_stuck=size + 1) as crew:
+            late = source.put(done.set)
+            assert done.wait(PATIENCE)
+            crew.give_up(late, Cancelled("overdue"))  # too late: its thread waits for its turn, or leads
+            for holder in holders:
+                source.put(holder.run)
+                assert holder.inside.wait(PATIENCE)
+            while source.asked.acquire(blocking=False):
+                pass
+            source.put(lambda: None)
+            assert source.asked.acquire(timeout=PATIENCE), "nobody leads"
+            for holder in holders:
+                holder.gate.set()
+        assert source.fatal == []
+
+
 @pytest.mark.parametrize("cause", [RuntimeError("injected"), SystemExit(1)], ids=repr)
 def test_what_lead_or_work_raises_is_fatal_and_told_once(cause: BaseException) -> None:
     def die() -> NoReturn:
