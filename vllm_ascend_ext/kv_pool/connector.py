@@ -378,7 +378,7 @@ def _stored_event(block: StoredBlock) -> BlockStored:
         token_ids=list(block.token_ids),
         block_size=block.block_size,
         lora_id=None,
-        medium="ascend_store",
+        medium="cpu",  # as vllm-ascend calls its pool
         lora_name=None,
         group_idx=block.group,
     )

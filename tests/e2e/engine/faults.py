@@ -58,7 +58,7 @@ def heal(host: Any) -> dict[str, int]:
 
 
 def break_call(host: Any, call: str, how: str) -> None:
-    """Let every use of one call raise, answer None, nothing or too little, or come too late."""
+    """Let every use of one call raise, refuse, answer None or too little, or come too late."""
 
     def act(original: Callable[..., Any], *arguments: Any) -> Any:
         if how == "raises":
@@ -67,13 +67,13 @@ def break_call(host: Any, call: str, how: str) -> None:
             raise SystemExit(f"{call} was made to end its thread")
         if how == "is late":
             _released.wait(LATE_SECONDS)
+        if how == "refuses":
+            return [-1] * len(arguments[0]) if call not in ("batch_copy", "batch_remove_lease") else -1
         answer = original(*arguments)
         if how == "answers none":
             return None
         if how == "answers short":
             return answer[:-1] if isinstance(answer, list) else None
-        if how == "refuses":
-            return [-Status.FULL] * len(answer) if isinstance(answer, list) else -1
         return answer
 
     _replace(host, call, act)

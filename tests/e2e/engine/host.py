@@ -29,6 +29,7 @@ import vllm.v1.executor.uniproc_executor
 import vllm.v1.worker.cpu_model_runner
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -38,6 +39,8 @@ class Host:
     """The commands. Each public method is one; its keyword arguments are the request's, its result the answer."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
+        if arguments.get("kv_events_config"):
+            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.core = self.engine.engine_core.engine_core
         self.served = 0

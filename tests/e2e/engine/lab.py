@@ -97,7 +97,7 @@ class Lab:
         self._launcher = launcher
         self.folder = folder
         self._stack = ExitStack()
-        self._sockets = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pool-"))
+        self.sockets = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pool-"))
         keeper = LocalBackend(self.pool, POOL_BYTES)
         self._stack.callback(keeper.close)
 
@@ -114,7 +114,7 @@ class Lab:
                 "local_pool_name": self.pool,
                 "local_capacity_bytes": POOL_BYTES,
                 "lookup_rpc_port": port,
-                "rpc_base_path": self._sockets,
+                "rpc_base_path": self.sockets,
             }
             | self.extra
             | extra,
