@@ -81,6 +81,17 @@ def test_room_for_a_large_value_is_made_in_one_piece(four):
     assert client.get(["large"], 3 * SIZE) == [B * 3]
 
 
+def test_what_was_looked_at_for_room_but_not_needed_stays(local_pool):
+    local_pool.capacity_bytes = 8 * GRANULE
+    client = local_pool.open()
+    for n in range(8):
+        client.put({f"k{n}": A})
+    client.exists("k1", "k3", "k5", "k7")
+    assert client.put({"pair": B + B}) == [Status.OK], "the oldest four leave no two pages side by side"
+    assert client.backend.stats()["evictions"] == 2
+    assert sum(client.exists(*[f"k{n}" for n in range(8)])) == 6
+
+
 def test_a_value_larger_than_the_pool_is_full_and_evicts_nothing(four):
     client = four.open()
     client.put({"a": A, "b": B})
