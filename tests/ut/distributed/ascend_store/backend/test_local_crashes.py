@@ -271,6 +271,31 @@ def test_a_forked_child_may_not_use_its_parent_s_client_and_does_it_no_harm(pool
     assert not pool.folder.exists(), "an interpreter that ends signs its clients out"
 
 
+ORPHAN = """
+import os, signal, sys, time
+import numpy as np
+from vllm_ascend_ext.kv_pool.backend.local import LocalBackend
+from vllm_ascend_ext.kv_pool.fence import open_fence
+parent = LocalBackend(sys.argv[1], 1 << 20)
+parent.batch_alloc(["open"], [4096])
+mother = os.getpid()
+if os.fork():
+    signal.pause()
+child = LocalBackend(sys.argv[1], 1 << 20)
+assert child.stats()["clients"] == 2
+os.kill(mother, signal.SIGKILL)
+while os.getppid() == mother:
+    time.sleep(0.001)
+memory = np.full(4096, 7, np.uint8)
+print(child.put(["open"], np.array([[memory.ctypes.data]]), np.array([[4096]]), open_fence()), child.stats()["clients"])
+"""
+
+
+def test_a_forked_child_does_not_keep_its_dead_parent_s_claims_alive(pool):
+    told = subprocess.run([sys.executable, "-c", ORPHAN, pool.name], capture_output=True, text=True, timeout=120)
+    assert told.stdout == "[0] 1\n", told.stderr
+
+
 def test_two_processes_share_one_pool(pool, victims):
     client = pool.open()
     victims.tell("work", pool.name, line=1 << 40, seed=5)
