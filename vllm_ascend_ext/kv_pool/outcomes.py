@@ -37,6 +37,7 @@ class Outcomes:
         """A load ended that this step's forward pass used."""
         self.taint(request, result)
         self.arrived_or_failed(result)
+        self._report.used_loads.add(result.job.job_id)
 
     def arrived_or_failed(self, result: JobResult) -> None:
         """A load ended: its blocks are right, or those that failed are reported."""

@@ -112,15 +112,19 @@ class WorkerReport:
     """What became of the jobs of a step on one rank, or merged over ranks.
 
     ``saved_until``: for each save job, the end of the unbroken run of saved tokens, and how many ranks said so.
-    ``failed_loads``: job ids of loads of which any block did not arrive.
+    ``failed_loads``: job ids of loads of which any block did not arrive. ``used_loads``: job ids of loads that the
+    step's forward pass used, well or not; all ranks name them in the same step.
     """
 
     saved_until: dict[int, tuple[int, int]] = field(default_factory=dict)
     failed_loads: set[int] = field(default_factory=set)
+    used_loads: set[int] = field(default_factory=set)
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Both ranks' results; a job got as far as the rank that got least far."""
-        merged = WorkerReport(dict(self.saved_until), self.failed_loads | other.failed_loads)
+        merged = WorkerReport(
+            dict(self.saved_until), self.failed_loads | other.failed_loads, self.used_loads | other.used_loads
+        )
         for job, (until, ranks) in other.saved_until.items():
             mine = merged.saved_until.get(job)
             merged.saved_until[job] = (until, ranks) if mine is None else (min(mine[0], until), mine[1] + ranks)

@@ -33,7 +33,14 @@ from vllm_ascend_ext.kv_pool.trust import Trust
 class Lookup(Protocol):
     """Asks the workers how much of a prompt is in the pool; answers 0 for whatever goes wrong."""
 
-    def lookup(self, token_len: int, hashes: Sequence[bytes], group_ids: Sequence[int], hbm_hit_tokens: int) -> int: ...
+    def lookup(
+        self,
+        token_len: int,
+        hashes: Sequence[bytes],
+        group_ids: Sequence[int],
+        hbm_hit_tokens: int,
+        request_id: str,
+    ) -> int: ...
 
     def close(self) -> list[str]: ...
 
@@ -54,6 +61,7 @@ class KVPoolScheduler:
         self._reported: dict[int, tuple[int, int]] = {}  # save jobs that some ranks have reported
         self._delayed_free: set[str] = set()
         self._late: dict[str, RequestTracker] = {}  # ended, with a save that was withheld
+        self._unsettled: dict[int, set[int]] = {}  # blocks of synchronous loads that no report has named yet
         self._trust = Trust(setup.groups[0].block_size)
         self._job_ids = count(1)
 
@@ -74,7 +82,7 @@ class KVPoolScheduler:
         hashes = request.block_hashes[: wanted // self._setup.hash_unit]
         self.stats.count("lookups")
         try:
-            hit = self._lookup.lookup(wanted, hashes, self._group_ids, num_computed_tokens)
+            hit = self._lookup.lookup(wanted, hashes, self._group_ids, num_computed_tokens, request.request_id)
             if hit % self._setup.granularity:
                 raise BadAnswer(f"a hit of {hit} tokens ends inside a block")
         except Exception as cause:
@@ -119,12 +127,16 @@ class KVPoolScheduler:
                 self._forget_jobs(tracker)
         loads, self._loads = self._loads, []
         for meta in loads:  # a request may be preempted and resumed within one step: this load is its new life's
-            if meta.load is not None and (tracker := self._trackers.get(meta.req_id)) is not None:
+            assert meta.load is not None
+            if (tracker := self._trackers.get(meta.req_id)) is not None:
                 self._own_load(tracker, meta.load.job_id)
-            self._trust.loading(meta.block_ids[0].tolist())
+            first = meta.load.vllm_cached_tokens // self._setup.groups[0].block_size
+            self._trust.loading(meta.block_ids[0][first:].tolist())
+            if self._num_ranks > 1 and not meta.load.is_async:
+                self._unsettled[meta.load.job_id] = set(meta.block_ids[0].tolist())
         lost = self._trust.plan(step.requests)
         metas = {meta.req_id: meta for meta in loads}
-        for save in [*self._late_saves(), *self._saves(step.requests, loads)]:
+        for save in [*self._late_saves(), *self._saves(step.requests)]:
             metas[save.req_id] = _with_load(save, metas.get(save.req_id))
         return PoolMetadata(
             requests=list(metas.values()),
@@ -150,7 +162,7 @@ class KVPoolScheduler:
         if withheld is not None and not saving:
             tracker.withheld = withheld
             self._late[req_id] = tracker
-            saving = True
+            return True
         if saving:
             self._delayed_free.add(req_id)
         return saving
@@ -162,7 +174,11 @@ class KVPoolScheduler:
             return
         for job_id in report.failed_loads:
             self._load_failed(job_id)
-            self._late = {name: late for name, late in self._late.items() if job_id not in late.beside_loads}
+            for req_id in [name for name, late in self._late.items() if job_id in late.beside_loads]:
+                del self._late[req_id]
+                self._delayed_free.add(req_id)
+        for job_id in report.used_loads:
+            self._unsettled.pop(job_id, None)
         for job_id, result in report.saved_until.items():
             self._save_reported(job_id, *result)
 
@@ -220,17 +236,13 @@ class KVPoolScheduler:
         end = request.num_tokens if self._setup.only_full_attention else request.num_tokens - 1
         return self._setup.floor(min(end, len(request.block_hashes) * self._setup.hash_unit))
 
-    def _saves(self, requests: Sequence[ScheduledRequest], loads: Sequence[ReqMeta]) -> Iterator[ReqMeta]:
+    def _saves(self, requests: Sequence[ScheduledRequest]) -> Iterator[ReqMeta]:
         """What this step saves, request by request.
 
         With several ranks, a load that fails on one of them makes what all of them compute on it worthless, and only
-        the scheduler hears of it. So what is computed beside a synchronous load is saved in the next step.
+        the scheduler hears of it. So what is computed beside a synchronous load is saved once the load is known to be
+        well: a step later, or more where steps are planned before the outcome of the last one is there.
         """
-        jobs: dict[int, set[int]] = {}  # of each block that is being loaded
-        for meta in loads if self._num_ranks > 1 else ():
-            if meta.load is not None and not meta.load.is_async:
-                for block in meta.block_ids[0].tolist():
-                    jobs.setdefault(block, set()).add(meta.load.job_id)
         for scheduled in requests:
             tracker = self._trackers.get(scheduled.req_id)
             if tracker is None:
@@ -238,8 +250,10 @@ class KVPoolScheduler:
             tracker.block_ids = scheduled.block_ids
             if not self._setup.config.saves:
                 continue
-            shared = [jobs[block] for block in scheduled.block_ids[0] if block in jobs] if jobs else []
-            tracker.beside_loads = frozenset().union(*shared)
+            table = scheduled.block_ids[0]
+            tracker.beside_loads = frozenset(
+                job_id for job_id, blocks in self._unsettled.items() if not blocks.isdisjoint(table)
+            )
             tracker.withheld = scheduled if tracker.beside_loads else None
             save = self._save(tracker, scheduled) if tracker.withheld is None else None
             if save is not None:
@@ -247,8 +261,11 @@ class KVPoolScheduler:
 
     def _late_saves(self) -> Iterator[ReqMeta]:
         """What was withheld of requests that have ended meanwhile; their blocks are being kept."""
-        late, self._late = self._late, {}
-        for tracker in late.values():
+        for req_id, tracker in list(self._late.items()):
+            if tracker.beside_loads & self._unsettled.keys():
+                continue
+            del self._late[req_id]
+            self._delayed_free.add(req_id)
             save = self._save(tracker, tracker.withheld) if tracker.withheld is not None else None
             if save is not None:
                 yield save

@@ -364,6 +364,69 @@ class TestSaves:
         assert saves(Desk().step()) == []
 
 
+class TestSeveralRanks:
+    """A load that fails on one rank spoils what all of them compute beside it, and each rank knows only of its own."""
+
+    def desk(self):
+        desk, req = Desk(8, num_ranks=2, topology=Topology(tp_size=2, num_kv_heads=2)), request()
+        desk.admit(req)
+        (meta,) = desk.step((req, 8, 8)).requests
+        assert meta.save is None
+        return desk, req, meta.load.job_id
+
+    @staticmethod
+    def used(desk, job_id, *, failed=False):
+        desk.scheduler.update_connector_output(
+            WorkerReport(failed_loads={job_id} if failed else set(), used_loads={job_id})
+        )
+
+    def test_what_is_computed_beside_a_load_is_saved_once_the_load_is_known_to_be_well(self):
+        desk, req, job_id = self.desk()
+        self.used(desk, job_id)
+        (meta,) = saves(desk.step((req, 16, 1)))
+        assert (meta.save.start_token, meta.save.end_token) == (8, 16)
+
+    def test_not_before_that_where_the_next_step_is_planned_early(self):
+        """With asynchronous scheduling."""
+        desk, req, job_id = self.desk()
+        assert saves(desk.step((req, 16, 1))) == []
+        self.used(desk, job_id)
+        assert len(saves(desk.step((req, 16, 1)))) == 1
+
+    def test_nor_by_a_request_that_shares_its_blocks(self):
+        desk, _, _ = self.desk()
+        other = request("b")
+        desk.admit(other)
+        assert saves(desk.step((other, 8, 8))) == []
+
+    @pytest.mark.parametrize("early_steps", [0, 1])
+    def test_a_request_that_ends_meanwhile_is_saved_later_and_its_blocks_are_kept_until_then(self, early_steps):
+        desk, _, job_id = self.desk()
+        assert desk.scheduler.request_finished("a") is True
+        for _ in range(early_steps):
+            meta = desk.step()
+            assert (saves(meta), meta.delayed_free) == ([], frozenset())
+        self.used(desk, job_id)
+        meta = desk.step()
+        assert [(m.save.start_token, m.save.end_token) for m in saves(meta)] == [(8, 16)]
+        assert meta.delayed_free == {"a"}
+        desk.report(meta, ranks=2)
+        desk.scheduler.update_connector_output(None, ["a"])
+        assert desk.scheduler.holds_nothing
+
+    @pytest.mark.parametrize("early_steps", [0, 1])
+    def test_or_never_if_the_load_failed_and_its_blocks_are_freed(self, early_steps):
+        desk, _, job_id = self.desk()
+        assert desk.scheduler.request_finished("a") is True
+        for _ in range(early_steps):
+            desk.step()
+        self.used(desk, job_id, failed=True)
+        meta = desk.step()
+        assert (saves(meta), meta.delayed_free) == ([], {"a"})
+        desk.scheduler.update_connector_output(None, ["a"])
+        assert desk.scheduler.holds_nothing
+
+
 class TestFinish:
     def test_blocks_are_kept_while_a_save_is_not_reported_and_then_named_until_sent(self):
         desk, req = Desk(), request()

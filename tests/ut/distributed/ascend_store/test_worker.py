@@ -92,7 +92,7 @@ class TestSyncLoads:
     def test_what_was_saved_is_there_when_the_hook_returns(self, rank):
         rank.fill("a")
         _, errors, report = rank.step(load(1, "a", 0, 16, [[11, 12, 13, 14]]))
-        assert (errors, report) == (set(), WorkerReport())
+        assert (errors, report) == (set(), WorkerReport(used_loads={1}))
         assert [int(rank.memories[0][b][0]) for b in (11, 12, 13, 14)] == [2, 3, 4, 5]
 
     def test_only_what_the_device_does_not_have_is_loaded(self, rank):
