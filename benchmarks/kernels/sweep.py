@@ -50,8 +50,11 @@ def plans(only: str | None) -> Iterator[tuple[str, Workload, list[dict[str, Any]
             (BF16, 128_256, 0.5),
             (BF16, 128_256, 0.9),
         ):
-            shapes = [{"tile": t, "num_warps": w} for t, w in ((512, 1), (1024, 1), (1024, 2), (2048, 2), (2048, 4))]
-            more = list(_product(tiles_per_piece=[1, 2, 4, 8, 16], programs_per_core=[16, 10**6]))
+            shapes = [
+                {"tile": t, "num_warps": w}
+                for t, w in ((256, 1), (256, 2), (512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8))
+            ]
+            more = list(_product(tiles_per_piece=[1, 2, 3, 4, 8], cache=["", ".cs"]))
             settings = [shape | {"group": 16 // dtype.itemsize} | rest for shape in shapes for rest in more]
             yield "bitmask", workloads.bitmask(256, vocab_size, dtype, allowed, None), settings
     if only in (None, "bincount"):
@@ -69,17 +72,18 @@ def plans(only: str | None) -> Iterator[tuple[str, Workload, list[dict[str, Any]
     if only in (None, "penalties"):
         for requests, drafts, vocab_size, seen, dtype in (
             (256, 0, 151_936, "typical", F32),
+            (1, 0, 151_936, "typical", F32),
             (256, 0, 151_936, "every token", F32),
             (64, 8, 129_280, "every token", F32),
             (256, 0, 128_256, "every token", BF16),
         ):
-            shapes = [(512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (2048, 4), (2048, 8)]
-            more = list(_product(tiles_per_piece=[1, 2, 4, 8], programs_per_core=[16, 10**6]))
+            shapes = [(256, 1), (256, 2), (512, 4), (512, 2), (1024, 8), (1024, 4)]
+            more = list(_product(tiles_per_piece=[2, 3, 4, 6, 8], cache=["", ".cs"]))
             settings = [{"tile": t, "num_warps": w, "group": 4} | rest for t, w in shapes for rest in more]
             yield "penalties", workloads.penalties(requests, drafts, vocab_size, seen, None, dtype), settings
     if only in (None, "post_update"):
-        for rows, steps in ((256, 0), (1024, 0), (256, 4), (1024, 8)):
-            settings = list(_product(rows=[1, 2], steps=[2, 4, 8], num_warps=[1], programs_per_core=[64]))
+        for rows, steps in ((1, 0), (16, 0), (64, 0), (1, 8), (1024, 8)):
+            settings = list(_product(rows=[1, 2], steps=[1, 2, 4, 8, 16], num_warps=[1], programs_per_core=[64]))
             yield "request_update", workloads.post_update(rows, steps, 32_000), settings
 
 

@@ -10,7 +10,7 @@ import contextvars
 import functools
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -122,6 +122,15 @@ def split_rows(rows: int, tiles: int, programs: int, most: int) -> int:
     return cdiv(tiles, cdiv(tiles, best))
 
 
-def with_cores(target: Target, cores: int) -> Target:
-    """``target`` with another number of cores."""
-    return replace(target, cores=cores)
+def plan(rows: int, tiles: int, programs: int, tiles_per_piece: int) -> tuple[int, int]:
+    """(pieces that each row of ``tiles`` tiles is cut into, programs to launch) for ``programs`` that run at a time.
+
+    With ``tiles_per_piece`` 0 as many programs are launched as run at a time, and rows are cut so that they end
+    together. Else, for devices that start a program as soon as another ends, pieces are of that many tiles, or shorter
+    if there wouldn't be enough of them, and each has a program of its own.
+    """
+    if tiles_per_piece == 0:
+        pieces = split_rows(rows, tiles, programs, tiles)
+        return pieces, min(rows * pieces, programs)
+    pieces = min(tiles, max(cdiv(tiles, tiles_per_piece), cdiv(programs, rows)))
+    return pieces, rows * pieces

@@ -26,10 +26,11 @@ class _Setting:
     tile: int
     #: Logits that are skipped or moved together; 0: whole tiles.
     group: int
-    #: Tiles of a piece; 0: rows are cut so that all cores end together.
+    #: See ``_launch.plan``.
     tiles_per_piece: int
     programs_per_core: int
     num_warps: int
+    cache: str = ""
 
 
 def _setting(target: Target, element_bytes: int) -> _Setting:
@@ -37,7 +38,7 @@ def _setting(target: Target, element_bytes: int) -> _Setting:
         return _Setting(64, 8, 2, 2, 1) if target.body == "cuda" else _Setting(64, 0, 0, 2, 1)
     if target.body == "npu":
         return _Setting(16384 // element_bytes, 0, 0, 1, 1)
-    return _Setting(1024, 16 // element_bytes, 4, 64, 2)
+    return _Setting(512, 16 // element_bytes, 2, 16, 1)
 
 
 @triton.jit
@@ -59,7 +60,9 @@ def _mask_tile(row_ptr, words_ptr, num_words, first, vocab_size, single, TILE: t
 
 
 @triton.jit
-def _mask_groups(row_ptr, groups, first, end, TILE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr):
+def _mask_groups(
+    row_ptr, groups, first, end, TILE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, CACHE: tl.constexpr
+):
     """Mask the groups of a tile, each on its own; only a ``TAIL`` may reach past ``end``."""
     some_blocked = (groups != (1 << GROUP) - 1)[:, None]
     mixed = some_blocked & (groups != 0)[:, None]
@@ -69,7 +72,7 @@ def _mask_groups(row_ptr, groups, first, end, TILE: tl.constexpr, GROUP: tl.cons
         mixed = mixed & (token < end)
     x = tl.load(row_ptr + token, mask=tl.broadcast_to(mixed, token.shape), other=float("-inf"))
     x = tl.where(unpack_groups(groups, GROUP), x, float("-inf"))
-    tl.store(row_ptr + token, x, mask=tl.broadcast_to(some_blocked, token.shape))
+    tl.store(row_ptr + token, x, mask=tl.broadcast_to(some_blocked, token.shape), cache_modifier=CACHE)
 
 
 _SIZES = [
@@ -100,6 +103,7 @@ def _bitmask_kernel(
     tiles_per_piece,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    CACHE: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Each item is a piece of one mask's row."""
@@ -129,10 +133,10 @@ def _bitmask_kernel(
                 whole_end = start + (end - start) // TILE * TILE
                 for first in range(start, whole_end, TILE):
                     following = load_groups(words_ptr, num_words, first + TILE, TILE // GROUP, GROUP)
-                    _mask_groups(row_ptr, groups, first, end, TILE, GROUP, False)
+                    _mask_groups(row_ptr, groups, first, end, TILE, GROUP, False, CACHE)
                     groups = following
                 if whole_end < end:
-                    _mask_groups(row_ptr, groups, whole_end, end, TILE, GROUP, True)
+                    _mask_groups(row_ptr, groups, whole_end, end, TILE, GROUP, True, CACHE)
 
 
 def apply_grammar_bitmask(
@@ -178,10 +182,8 @@ def apply_grammar_bitmask(
     setting = _setting(target, logits.element_size())
     programs = target.cores * setting.programs_per_core
     tiles = cdiv(vocab_size, setting.tile)
-    pieces = cdiv(tiles, setting.tiles_per_piece or tiles)
-    if setting.tiles_per_piece == 0:
-        pieces = _launch.split_rows(masks, tiles, programs, tiles)
-    _bitmask_kernel[(min(masks * pieces, programs),)](
+    pieces, grid = _launch.plan(masks, tiles, programs, setting.tiles_per_piece)
+    _bitmask_kernel[(grid,)](
         logits,
         logits.stride(0),
         logits_indices,
@@ -196,6 +198,7 @@ def apply_grammar_bitmask(
         cdiv(tiles, pieces),
         TILE=setting.tile,
         GROUP=setting.group,
+        CACHE=setting.cache,
         ALIGN=_launch.vector_elements(logits.stride(0), logits.element_size()),
         **target.options(num_warps=setting.num_warps),
     )

@@ -42,8 +42,8 @@ def _setting(target: Target, element_bytes: int) -> _Setting:
         return _Setting(64, 16, 1, 4 if target.body == "cuda" else 1, 8, 1, 1)
     if target.body == "npu":
         return _Setting(8192, 512, 1, 1, 64, 1, 1)
-    # 8 KiB a tile; every thread keeps as many lanes as it loads logits at once.
-    return _Setting(8192 // element_bytes, 4 * 32 * 16 // element_bytes, 3, 32, 128, 4, 4)
+    # Small tiles on many programs; every thread keeps as many lanes as it loads logits at once, 16 bytes.
+    return _Setting(4096 // element_bytes, 2 * 32 * 16 // element_bytes, 3, 32, 128, 8, 2)
 
 
 @triton.jit
@@ -64,13 +64,12 @@ def _fold(
     x = tl.reshape(x, (TILE // LANES, LANES))
     if RANK:
         count += tl.sum((x >= chosen).to(tl.int32), axis=0)
+    new_top = tl.maximum(top, tl.max(x, axis=0))
     if LSE:
-        new_top = tl.maximum(top, tl.max(x, axis=0))
         # A lane that has seen nothing but -inf has no maximum to scale by.
         scale = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * _exp(top - scale, CUDA) + tl.sum(_exp(x - scale[None, :], CUDA), axis=0)
-        top = new_top
-    return top, total, count
+    return new_top, total, count
 
 
 @triton.jit
@@ -79,6 +78,17 @@ def _reduce(top, total):
     new_top = tl.max(top, axis=0)
     scale = tl.where(new_top == float("-inf"), 0.0, new_top)
     return new_top, tl.sum(total * tl.exp(top - scale), axis=0)
+
+
+#: Below the key of every float32.
+NO_KEY = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def ordered(x):
+    """int32 keys in the order of float32 values: -inf has the least, and NaN stands above +inf."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -139,6 +149,7 @@ def _fold_kernel(
     ranks_ptr,
     partials_ptr,
     counts_ptr,
+    keys_ptr,
     logits_ptr,
     logits_stride,
     ids_ptr,
@@ -158,7 +169,10 @@ def _fold_kernel(
     RANK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Fold the pieces of all rows; with ``WHOLE`` rows are not cut, and their results are written at once."""
+    """Fold the pieces of all rows; with ``WHOLE`` rows are not cut, and their results are written at once.
+
+    ``keys_ptr``, if given, gets the key of each lane's maximum, int32 [num_rows, pieces, LANES].
+    """
     items = num_rows * pieces
     offsets = tl.arange(0, TILE)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -198,6 +212,9 @@ def _fold_kernel(
             # The places past the row's end were folded as -inf: they are at least a chosen -inf.
             padding = (end - start + TILE - 1) // TILE * TILE - (end - start)
             rank -= tl.where(chosen == float("-inf"), padding, 0)
+        if keys_ptr is not None:
+            lane = tl.arange(0, LANES)
+            tl.store(keys_ptr + item * LANES + lane, tl.where(start + lane < end, ordered(top), NO_KEY))
         row_top, row_total = _reduce(top, total)
         if WHOLE:
             if RANK:
@@ -260,60 +277,117 @@ def _combine_kernel(
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Folding:
+    """Rows of checked logits on their way through the two kernels."""
+
+    logits: torch.Tensor
+    target: Target
+    #: Whether scores are log-probabilities (else logits), and whether column 0 is ranked.
+    lse: bool
+    rank: bool
+    setting: _Setting
+    #: Pieces of a row, and tiles of a piece.
+    pieces: int
+    tiles_per_piece: int
+    #: (maximum, sum of exponentials) float32 [2, n, pieces], and numbers of logits at least the chosen one.
+    partials: torch.Tensor
+    counts: torch.Tensor
+
+    @staticmethod
+    def cut(logits: torch.Tensor, target: Target, *, lse: bool, rank: bool) -> Folding:
+        """Cut rows, of which there is at least one, into the pieces that a launch on ``target`` folds."""
+        rows, vocab_size = logits.shape
+        setting = _setting(target, logits.element_size())
+        tiles = cdiv(vocab_size, setting.tile)
+        pieces = _launch.split_rows(rows, tiles, target.cores * setting.programs_per_core, setting.pieces)
+        partials = logits.new_empty((2, rows, pieces), dtype=torch.float32)
+        counts = logits.new_empty((rows, pieces), dtype=torch.int32)
+        return Folding(logits, target, lse, rank, setting, pieces, cdiv(tiles, pieces), partials, counts)
+
+    @property
+    def lanes(self) -> int:
+        """Running maxima of a piece; lane l of a piece that starts at s holds tokens s + l, s + l + lanes, ..."""
+        return self.setting.lanes
+
+    @property
+    def tokens_per_piece(self) -> int:
+        return self.tiles_per_piece * self.setting.tile
+
+    def fold(self, scores: torch.Tensor, ranks: torch.Tensor, ids: torch.Tensor, keys: torch.Tensor | None) -> bool:
+        """Fold all pieces; whether that was all, as rows that are in one piece need no ``combine``.
+
+        Column 0 of ``ids`` is ranked. With ``keys``, which gets the lanes' maxima, rows are always combined.
+        """
+        whole = self.pieces == 1 and keys is None
+        rows = self.logits.shape[0]
+        programs = self.target.cores * self.setting.programs_per_core
+        _fold_kernel[(min(rows * self.pieces, programs),)](
+            scores,
+            ranks,
+            self.partials,
+            self.counts,
+            keys,
+            self.logits,
+            self.logits.stride(0),
+            ids,
+            ids.stride(0),
+            ids.shape[1],
+            self.logits.shape[1],
+            rows,
+            self.pieces,
+            self.tiles_per_piece,
+            TILE=self.setting.tile,
+            LANES=self.setting.lanes,
+            COLUMNS=self.setting.columns,
+            ALIGN=_launch.vector_elements(self.logits.stride(0), self.logits.element_size()),
+            CUDA=self.target.body == "cuda",
+            STAGES=self.setting.stages,
+            LSE=self.lse,
+            RANK=self.rank,
+            WHOLE=whole,
+            **self.target.options(num_warps=self.setting.num_warps),
+        )
+        return whole
+
+    def combine(self, scores: torch.Tensor, ranks: torch.Tensor, ids: torch.Tensor) -> None:
+        """Write the scores of ``ids`` and the ranks, from what ``fold`` left."""
+        rows = self.logits.shape[0]
+        _combine_kernel[(min(rows, self.target.cores * self.setting.programs_per_core),)](
+            scores,
+            ranks,
+            self.partials,
+            self.counts,
+            self.logits,
+            self.logits.stride(0),
+            ids,
+            ids.stride(0),
+            ids.shape[1],
+            self.logits.shape[1],
+            rows,
+            self.pieces,
+            PIECES=self.setting.pieces,
+            COLUMNS=self.setting.columns,
+            LSE=self.lse,
+            RANK=self.rank,
+            **self.target.options(num_warps=1),
+        )
+
+
 def score(
     logits: torch.Tensor, token_ids: torch.Tensor, target: Target, *, lse: bool, rank: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernels for checked arguments.
+    """Scores float32 [n, k] of ``token_ids`` [n, k] and, with ``rank``, the ranks int64 [n] of column 0.
 
-    Returns the scores float32 [n, k] of ``token_ids`` [n, k], log-probabilities with ``lse`` and else the logits, and
-    with ``rank`` the ranks int64 [n] of column 0.
+    Arguments are taken as checked; scores are log-probabilities with ``lse`` and else the logits.
     """
-    rows, vocab_size = logits.shape
-    columns = token_ids.shape[1]
+    rows, columns = token_ids.shape
     scores = logits.new_empty((rows, columns), dtype=torch.float32)
     ranks = logits.new_empty((rows if rank else 0,), dtype=torch.int64)
-    if rows == 0 or (columns == 0 and not rank):
-        return scores, ranks
-    setting = _setting(target, logits.element_size())
-    programs = target.cores * setting.programs_per_core
-    tiles = cdiv(vocab_size, setting.tile)
-    pieces = _launch.split_rows(rows, tiles, programs, setting.pieces)
-    whole = pieces == 1
-    partials = logits.new_empty((0 if whole else 2, rows, pieces), dtype=torch.float32)
-    counts = logits.new_empty((0 if whole else rows, pieces), dtype=torch.int32)
-    tensors = (scores, ranks, partials, counts, logits, logits.stride(0), token_ids, token_ids.stride(0))
-    options = target.options(num_warps=setting.num_warps)
-    _fold_kernel[(min(rows * pieces, programs),)](
-        *tensors,
-        columns,
-        vocab_size,
-        rows,
-        pieces,
-        cdiv(tiles, pieces),
-        TILE=setting.tile,
-        LANES=setting.lanes,
-        COLUMNS=setting.columns,
-        ALIGN=_launch.vector_elements(logits.stride(0), logits.element_size()),
-        CUDA=target.body == "cuda",
-        STAGES=setting.stages,
-        LSE=lse,
-        RANK=rank,
-        WHOLE=whole,
-        **options,
-    )
-    if not whole:
-        _combine_kernel[(min(rows, programs),)](
-            *tensors,
-            columns,
-            vocab_size,
-            rows,
-            pieces,
-            PIECES=setting.pieces,
-            COLUMNS=setting.columns,
-            LSE=lse,
-            RANK=rank,
-            **target.options(num_warps=1),
-        )
+    if rows > 0 and (columns > 0 or rank):
+        folding = Folding.cut(logits, target, lse=lse, rank=rank)
+        if not folding.fold(scores, ranks, token_ids, None):
+            folding.combine(scores, ranks, token_ids)
     return scores, ranks
 
 

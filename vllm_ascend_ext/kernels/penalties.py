@@ -27,10 +27,11 @@ class _Setting:
     group: int
     #: Draft tokens looked at together, to see whether a tile holds any.
     drafts: int
-    #: Tiles of a piece; 0: rows are cut so that all cores end together.
+    #: See ``_launch.plan``.
     tiles_per_piece: int
     programs_per_core: int
     num_warps: int
+    cache: str = ""
 
 
 def _setting(target: Target, element_bytes: int) -> _Setting:
@@ -38,7 +39,7 @@ def _setting(target: Target, element_bytes: int) -> _Setting:
         return _Setting(64, 8, 4, 2, 2, 1) if target.body == "cuda" else _Setting(64, 0, 4, 0, 2, 1)
     if target.body == "npu":
         return _Setting(4096, 0, 8, 0, 1, 1)
-    return _Setting(1024, 4, 16, 4, 64, 4)
+    return _Setting(512, 4, 16, 4, 16, 4)
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def _penalise_tile(
 @triton.jit
 def _penalise_groups(
     row_ptr, groups, counts, drafts_ptr, num_drafts, first, end, repetition, frequency, presence,
-    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr, TAIL: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr, TAIL: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Penalise those groups of a tile that hold a token that was seen; only a ``TAIL`` may reach past ``end``."""
     token = first + tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -94,13 +95,13 @@ def _penalise_groups(
     seen = seen & (token < end) if TAIL else tl.broadcast_to(seen, token.shape)
     x = tl.load(row_ptr + token, mask=seen, other=0.0)
     penalised = _penalise(x, unpack_groups(groups, GROUP), counts, repetition, frequency, presence)
-    tl.store(row_ptr + token, penalised.to(x.dtype), mask=seen)
+    tl.store(row_ptr + token, penalised.to(x.dtype), mask=seen, cache_modifier=CACHE)
 
 
 @triton.jit
 def _penalise_piece(
     row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, start, end, vocab_size, repetition, frequency, presence,
-    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Penalise a piece of a row by groups. Bits and counts are asked for a tile ahead: a tile waits for its logits."""
     num_words = (vocab_size + 31) // 32
@@ -116,7 +117,7 @@ def _penalise_piece(
             next_counts = tl.load(counts_ptr + following + offset)
             _penalise_groups(
                 row_ptr, groups, counts, drafts_ptr, num_drafts, first, end, repetition, frequency, presence,
-                TILE, GROUP, DRAFTS, False,
+                TILE, GROUP, DRAFTS, False, CACHE,
             )  # fmt: skip
             groups = next_groups
             counts = next_counts
@@ -125,7 +126,7 @@ def _penalise_piece(
         counts = tl.load(counts_ptr + whole_end + offset, mask=whole_end + offset < end, other=0)
         _penalise_groups(
             row_ptr, groups, counts, drafts_ptr, num_drafts, whole_end, end, repetition, frequency, presence,
-            TILE, GROUP, DRAFTS, True,
+            TILE, GROUP, DRAFTS, True, CACHE,
         )  # fmt: skip
 
 
@@ -161,6 +162,7 @@ def _penalties_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     DRAFTS: tl.constexpr,
+    CACHE: tl.constexpr,
     LOGITS_ALIGN: tl.constexpr,
     COUNTS_ALIGN: tl.constexpr,
 ):
@@ -191,7 +193,7 @@ def _penalties_kernel(
                 else:
                     _penalise_piece(
                         row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, start, end, vocab_size,
-                        repetition, frequency, presence, TILE, GROUP, DRAFTS,
+                        repetition, frequency, presence, TILE, GROUP, DRAFTS, CACHE,
                     )  # fmt: skip
 
 
@@ -253,10 +255,8 @@ def apply_penalties(
     setting = _setting(target, logits.element_size())
     programs = target.cores * setting.programs_per_core
     tiles = cdiv(vocab_size, setting.tile)
-    pieces = cdiv(tiles, setting.tiles_per_piece or tiles)
-    if setting.tiles_per_piece == 0:
-        pieces = _launch.split_rows(rows, tiles, programs, tiles)
-    _penalties_kernel[(min(rows * pieces, programs),)](
+    pieces, grid = _launch.plan(rows, tiles, programs, setting.tiles_per_piece)
+    _penalties_kernel[(grid,)](
         logits,
         logits.stride(0),
         *arguments,
@@ -271,6 +271,7 @@ def apply_penalties(
         cdiv(tiles, pieces),
         TILE=setting.tile,
         GROUP=setting.group,
+        CACHE=setting.cache,
         DRAFTS=setting.drafts,
         LOGITS_ALIGN=_launch.vector_elements(logits.stride(0), logits.element_size()),
         COUNTS_ALIGN=_launch.vector_elements(output_bin_counts.stride(0), 4),

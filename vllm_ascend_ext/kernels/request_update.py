@@ -90,51 +90,53 @@ def _update_rows(
     drafts_stride, drafts_out_ptr, drafts_out_stride, vocab_size, length, width, num_drafts, num_rows,
     ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Update ROWS requests side by side. What needs no slot is loaded before the slot is known."""
+    """Update ROWS requests side by side. All loads of a kind are under way before the first is waited for."""
     row = first_row + tl.arange(0, ROWS)
     step = tl.arange(0, STEPS)
-    slot = tl.load(idx_mapping_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)
-    count = tl.minimum(tl.load(num_sampled_ptr + row, mask=row < num_rows, other=0).to(tl.int32), width)
-    delta = -tl.load(num_rejected_ptr + row, mask=row < num_rows, other=0).to(tl.int32)
+    inside = row < num_rows
+    slot = tl.load(idx_mapping_ptr + row, mask=inside, other=-1).to(tl.int64)
+    count = tl.load(num_sampled_ptr + row, mask=inside, other=0).to(tl.int32)
+    delta = -tl.load(num_rejected_ptr + row, mask=inside, other=0).to(tl.int32)
     if query_start_ptr is not None:
-        end = tl.load(query_start_ptr + row + 1, mask=row < num_rows, other=0)
-        delta += (end - tl.load(query_start_ptr + row, mask=row < num_rows, other=0)).to(tl.int32)
+        end = tl.load(query_start_ptr + row + 1, mask=inside, other=0)
+        delta += (end - tl.load(query_start_ptr + row, mask=inside, other=0)).to(tl.int32)
+    tokens_ptr = sampled_ptr + row[:, None] * sampled_stride.to(tl.int64)
+    token = tl.load(tokens_ptr + step[None, :], mask=inside[:, None] & (step < width)[None, :], other=-1)
+
     live = slot >= 0
     start = tl.load(total_len_ptr + slot, mask=live, other=0)
-    tokens_ptr = sampled_ptr + row[:, None] * sampled_stride.to(tl.int64)
+    computed = tl.load(num_computed_ptr + slot, mask=live, other=0)
+    count = tl.minimum(count, width)
     for first in range(0, width, STEPS):
         at = (first + step)[None, :]
-        inside = (row < num_rows)[:, None] & (at < width)
-        token = tl.load(tokens_ptr + at, mask=inside, other=-1)
         valid = live[:, None] & (at < count[:, None])
+        if counts_ptr is not None:
+            counted = valid & ((token >= 0) & (token < vocab_size))
+            count_ptr = counts_ptr + slot[:, None] * counts_stride + token
+            old = tl.load(count_ptr, mask=counted, other=0)
+            times = tl.zeros([ROWS, STEPS], tl.int32)
+            before = tl.zeros([ROWS, STEPS], tl.int32)
+            for other_first in range(0, width, STEPS):
+                other_at = (other_first + step)[None, :]
+                other = tl.load(tokens_ptr + other_at, mask=inside[:, None] & (other_at < width), other=-1)
+                same = (token[:, :, None] == other[:, None, :]) & (other_at < count[:, None])[:, None, :]
+                times += tl.sum(same.to(tl.int32), axis=2)
+                before += tl.sum((same & (other_at[:, None, :] < at[:, :, None])).to(tl.int32), axis=2)
+            tl.store(count_ptr, old + times, mask=counted & (before == 0))
         position = start[:, None] + at
         append_ptr = all_tokens_ptr + slot[:, None] * all_tokens_stride + position
         tl.store(append_ptr, token.to(append_ptr.dtype.element_ty), mask=valid & (position < length))
         last = tl.broadcast_to(last_ptr + slot[:, None], valid.shape)
         tl.store(last, token.to(last_ptr.dtype.element_ty), mask=valid & (at == count[:, None] - 1))
-        if counts_ptr is not None:
-            times = tl.zeros([ROWS, STEPS], tl.int32)
-            before = tl.zeros([ROWS, STEPS], tl.int32)
-            for other_first in range(0, width, STEPS):
-                other_at = (other_first + step)[None, :]
-                inside = (row < num_rows)[:, None] & (other_at < width)
-                other = tl.load(tokens_ptr + other_at, mask=inside, other=-1)
-                same = (token[:, :, None] == other[:, None, :]) & (other_at < count[:, None])[:, None, :]
-                times += tl.sum(same.to(tl.int32), axis=2)
-                earlier = same & (other_at[:, None, :] < at[:, :, None])
-                before += tl.sum(earlier.to(tl.int32), axis=2)
-            counted = (valid & (before == 0)) & ((token >= 0) & (token < vocab_size))
-            count_ptr = counts_ptr + slot[:, None] * counts_stride + token
-            tl.store(count_ptr, tl.load(count_ptr, mask=counted, other=0) + times, mask=counted)
+        token = tl.load(tokens_ptr + at + STEPS, mask=inside[:, None] & (at + STEPS < width), other=-1)
     tl.store(total_len_ptr + slot, start + count, mask=live & (count > 0))
-    computed = tl.load(num_computed_ptr + slot, mask=live, other=0)
     tl.store(num_computed_ptr + slot, computed + delta, mask=live)
     if drafts_ptr is not None:
         for first in range(0, num_drafts, STEPS):
             at = (first + step)[None, :]
-            inside = live[:, None] & (at < num_drafts)
-            draft = tl.load(drafts_ptr + row[:, None] * drafts_stride.to(tl.int64) + at, mask=inside, other=0)
-            tl.store(drafts_out_ptr + slot[:, None] * drafts_out_stride + at, draft, mask=inside)
+            known = live[:, None] & (at < num_drafts)
+            draft = tl.load(drafts_ptr + row[:, None] * drafts_stride.to(tl.int64) + at, mask=known, other=0)
+            tl.store(drafts_out_ptr + slot[:, None] * drafts_out_stride + at, draft, mask=known)
 
 
 _SIZES = [

@@ -1,6 +1,8 @@
 """Scores of the sampled token, of the best tokens and of tokens a request asked for; must never know vllm.
 
-``torch.topk`` finds the best tokens; their scores, and the sampled token's rank, come from one pass over the logits.
+The one pass over the logits that gives log-probabilities and ranks keeps maxima of groups of tokens anyway. The k best
+tokens lie in the k groups with the best maxima, so on a GPU ``torch.topk`` looks at the groups and then at the tokens
+of k groups, instead of at the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from . import _checks, _launch, logprobs
 from ._launch import Target
 from ._triton import tl, triton
+from .logprobs import NO_KEY, Folding, ordered
 from .reference import topk as reference
 
 
@@ -56,13 +59,16 @@ class _Setting:
 
     #: Columns filled together.
     columns: int
+    #: Whether the best tokens are looked for by groups, and how many tokens of a group are taken together.
+    by_groups: bool
+    block: int
     programs_per_core: int
 
 
 def _setting(target: Target) -> _Setting:
     if target.interpreted:
-        return _Setting(4, 1)
-    return _Setting(128, 1 if target.body == "npu" else 16)
+        return _Setting(4, target.body == "cuda", 4, 1)
+    return _Setting(128, target.body == "cuda", 128, 1 if target.body == "npu" else 64)
 
 
 _SIZES = ["topk_stride", "num_topk", "requested_stride", "num_columns", "num_rows"]
@@ -140,6 +146,152 @@ def _fill_ids(
     return ids, lookup
 
 
+@triton.jit
+def _token_of(group, index, tokens_per_piece, LANES: tl.constexpr):
+    """(the token at ``index`` of a group, the end of its piece); a group is a lane of a piece, see ``Folding``."""
+    piece = group // LANES
+    start = piece * tokens_per_piece
+    return start + (group - piece * LANES) + index * LANES, start + tokens_per_piece
+
+
+@triton.jit(
+    do_not_specialize=["logits_stride", "vocab_size", "tokens_per_piece", "num_groups", "group_size", "num_rows"]
+)
+def _candidates_kernel(
+    keys_ptr,
+    groups_ptr,
+    logits_ptr,
+    logits_stride,
+    vocab_size,
+    tokens_per_piece,
+    num_groups,
+    group_size,
+    num_rows,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each item is one of a row's groups: write the keys of its tokens, int32 [num_rows, num_groups, group_size]."""
+    for item in range(tl.program_id(0), num_rows * num_groups, tl.num_programs(0)):
+        group = tl.load(groups_ptr + item).to(tl.int32)
+        row_ptr = logits_ptr + (item // num_groups) * logits_stride.to(tl.int64)
+        group_keys_ptr = keys_ptr + item * group_size.to(tl.int64)
+        for first in range(0, group_size, BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            token, end = _token_of(group, index, tokens_per_piece, LANES)
+            live = token < tl.minimum(end, vocab_size)
+            x = tl.load(row_ptr + token, mask=live, other=0.0).to(tl.float32)
+            tl.store(group_keys_ptr + index, tl.where(live, ordered(x), NO_KEY), mask=index < group_size)
+
+
+@triton.jit(do_not_specialize=["tokens_per_piece", "num_groups", "group_size", "num_best", "num_rows"])
+def _best_ids_kernel(
+    ids_ptr,
+    positions_ptr,
+    groups_ptr,
+    tokens_per_piece,
+    num_groups,
+    group_size,
+    num_best,
+    num_rows,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the tokens int64 [num_rows, num_best] that are at some positions among the candidates."""
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        for first in range(0, num_best, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            live = column < num_best
+            position = tl.load(positions_ptr + row * num_best + column, mask=live, other=0).to(tl.int32)
+            place = position // group_size
+            group = tl.load(groups_ptr + row * num_groups + place, mask=live, other=0).to(tl.int32)
+            token, _ = _token_of(group, position - place * group_size, tokens_per_piece, LANES)
+            tl.store(ids_ptr + row * num_best + column, token.to(tl.int64), mask=live)
+
+
+def _best_of_groups(folding: Folding, keys: torch.Tensor, num_best: int) -> torch.Tensor:
+    """The best tokens int64 [n, num_best] of each row, from the best down, given the keys of all lanes [n, lanes]."""
+    logits, target, rows = folding.logits, folding.target, folding.logits.shape[0]
+    setting = _setting(target)
+    groups = torch.topk(keys, min(num_best, keys.shape[1]), dim=-1, sorted=False).indices
+    num_groups, group_size = groups.shape[1], folding.tokens_per_piece // folding.lanes
+    candidates = logits.new_empty((rows, num_groups * group_size), dtype=torch.int32)
+    programs = target.cores * setting.programs_per_core
+    _candidates_kernel[(min(rows * num_groups, programs),)](
+        candidates,
+        groups,
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        folding.tokens_per_piece,
+        num_groups,
+        group_size,
+        rows,
+        LANES=folding.lanes,
+        BLOCK=setting.block,
+        **target.options(num_warps=1),
+    )
+    positions = torch.topk(candidates, num_best, dim=-1).indices
+    ids = logits.new_empty((rows, num_best), dtype=torch.int64)
+    _best_ids_kernel[(min(rows, programs),)](
+        ids,
+        positions,
+        groups,
+        folding.tokens_per_piece,
+        num_groups,
+        group_size,
+        num_best,
+        rows,
+        LANES=folding.lanes,
+        COLUMNS=setting.columns,
+        **target.options(num_warps=1),
+    )
+    return ids
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Checked arguments of ``compute_topk_scores``."""
+
+    logits: torch.Tensor
+    num_logprobs: int
+    sampled_token_ids: torch.Tensor
+    #: (request of each row, number of tokens it asked for, the tokens), if any request asked for some.
+    requested: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    num_columns: int
+    logits_mode: bool
+
+    def ids(self, best: torch.Tensor, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids to show, ids to look up) int64 [n, 1 + num_columns]."""
+        if self.requested is None:
+            ids = torch.cat((self.sampled_token_ids.unsqueeze(-1), best), dim=1)
+            return ids, ids
+        return _fill_ids(self.sampled_token_ids, best, self.requested, self.num_columns, target)
+
+    def answer(self, target: Target) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(ids, scores, ranks)."""
+        rows = self.logits.shape[0]
+        if rows > 0 and _setting(target).by_groups and self.num_logprobs > 0:
+            folding = Folding.cut(self.logits, target, lse=not self.logits_mode, rank=True)
+            candidates = self.num_logprobs * folding.tokens_per_piece // folding.lanes
+            # With few tokens, or many to be found, most of the vocabulary would be a candidate.
+            if 2 * candidates <= self.logits.shape[1]:
+                return self._answer_by_groups(folding)
+        best = torch.topk(self.logits, self.num_logprobs, dim=-1).indices
+        ids, lookup = self.ids(best, target)
+        return ids, *logprobs.score(self.logits, lookup, target, lse=not self.logits_mode, rank=True)
+
+    def _answer_by_groups(self, folding: Folding) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = self.logits.shape[0]
+        keys = self.logits.new_empty((rows, folding.pieces * folding.lanes), dtype=torch.int32)
+        scores = self.logits.new_empty((rows, 1 + self.num_columns), dtype=torch.float32)
+        ranks = self.logits.new_empty((rows,), dtype=torch.int64)
+        folding.fold(scores, ranks, self.sampled_token_ids.unsqueeze(-1), keys)
+        best = _best_of_groups(folding, keys, self.num_logprobs)
+        ids, lookup = self.ids(best, folding.target)
+        folding.combine(scores, ranks, lookup)
+        return ids, scores, ranks
+
+
 def _check_requested(
     state: LogprobTokenIdsState | None,
     mapping: torch.Tensor | None,
@@ -211,12 +363,8 @@ def compute_topk_scores(
             logits, num_logprobs, sampled_token_ids, requested, num_columns, logits_mode
         )
     else:
-        topk_ids = torch.topk(logits, num_logprobs, dim=-1).indices
-        if requested is None:
-            ids = lookup = torch.cat((sampled_token_ids.unsqueeze(-1), topk_ids), dim=1)
-        else:
-            ids, lookup = _fill_ids(sampled_token_ids, topk_ids, requested, num_columns, target)
-        scores, ranks = logprobs.score(logits, lookup, target, lse=not logits_mode, rank=True)
+        question = _Question(logits, num_logprobs, sampled_token_ids, requested, num_columns, logits_mode)
+        ids, scores, ranks = question.answer(target)
     if isinstance(cu_num_logits, torch.Tensor):
         return LogprobsTensors(ids, scores, ranks, cu_num_generated_tokens_tensor=cu_num_logits)
     return LogprobsTensors(ids, scores, ranks, cu_num_generated_tokens=cu_num_logits)
