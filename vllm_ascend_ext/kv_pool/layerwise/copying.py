@@ -46,6 +46,9 @@ class LimitedCopier:
         todo = [(start, min(start + step, count)) for start in range(0, count, step)][::-1]
         while todo:
             start, stop = todo.pop()
+            if fence.revoked:
+                result.statuses[start:stop] = Status.CANCELLED
+                continue
             copied = self._client.copy(*ranges.flat(start, stop, self._max_bytes), direction, fence)
             if copied.status is Status.OK:
                 continue

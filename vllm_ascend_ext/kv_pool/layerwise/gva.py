@@ -292,17 +292,17 @@ class OpenWrites:
         codes = [_code(row, at, publish=save is not None) for row, at in rows]
         try:
             answer = self._client.finish(keys, codes)
+            if save is not None:
+                for (row, at), code, status in zip(rows, codes, answer.statuses, strict=True):
+                    row.done[at] = row.stored[at] = code == 0 and status is Status.OK
+                    if code == 0:
+                        save.fail(row, slice(at, at + 1), status, cause=answer.cause)
+            self._drop_unpublished([keys[at] for at in answer.failed()], answer.cause)
         except BaseException as cause:  # the thread ends here
             self._drop_unpublished(keys, cause)
-            self._book.release(keys)
             raise
-        if save is not None:
-            for (row, at), code, status in zip(rows, codes, answer.statuses, strict=True):
-                row.done[at] = row.stored[at] = code == 0 and status is Status.OK
-                if code == 0:
-                    save.fail(row, slice(at, at + 1), status, cause=answer.cause)
-        self._drop_unpublished([keys[at] for at in answer.failed()], answer.cause)
-        self._book.release(keys)
+        finally:
+            self._book.release(keys)
 
     def _drop_unpublished(self, keys: list[str], cause: BaseException | None) -> None:
         """The engine didn't do as it was told with these: drop those that it has not published."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_ascend_ext import device
 from vllm_ascend_ext.kv_pool.backend.client import StoreClient
+from vllm_ascend_ext.kv_pool.calls import Call
 from vllm_ascend_ext.kv_pool.clock import Clock, Deadline
 from vllm_ascend_ext.kv_pool.errors import Cancelled, ClosedError, DeadlineExceeded
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
@@ -69,6 +70,7 @@ class LayerwisePath:
         self.recving.on_fatal = self._recving_ended
         self._plan = LayerPlan((), ())
         self._step: LayerStep | None = None
+        self._tails: list[tuple[Call[None], Deadline]] = []  # of steps that are over: they give back what they opened
 
     def register(self, layouts: tuple[BlockLayout, ...], places: Sequence[tuple[int, int]] | None) -> None:
         """``places``: (group, number in it) of each layer, in the order of the forward pass."""
@@ -141,7 +143,7 @@ class LayerwisePath:
             save.commit.set(None)
             self._wait(step, save, lambda: save.finished.wait(Deadline.after(self._config.save_timeout, self._clock)))
         self._account_for_saves(step)
-        self._step = None
+        self._leave(step)
 
     def close(self) -> None:
         """End the step that is under way, if any."""
@@ -154,6 +156,7 @@ class LayerwisePath:
         if self._step is not None and self._step.meta is meta:
             return self._step
         self._abandon(Cancelled("the step was abandoned"))
+        self._check_tails()
         self._outcomes.begin(meta)
         step = self._step = LayerStep(meta, self._plan)
         self._begin_loads(step)
@@ -265,7 +268,20 @@ class LayerwisePath:
         self._step = step
         self.settle_loads()
         self._account_for_saves(step)
+        self._leave(step)
+
+    def _leave(self, step: LayerStep) -> None:
         self._step = None
+        deadline = Deadline.after(self._config.load_timeout, self._clock)
+        self._tails += [(call, deadline) for call in step.calls_under_way()]
+
+    def _check_tails(self) -> None:
+        """Give up calls that can't give back what they opened: they would keep others from being served."""
+        for call, deadline in self._tails:
+            if not call.ended and deadline.expired:
+                self._stats.failure("giving_back_overdue", call.label)
+                call.cancel()
+        self._tails = [(call, deadline) for call, deadline in self._tails if not call.ended]
 
     def _sending_ended(self, cause: BaseException) -> None:
         if (step := self._step) is not None:

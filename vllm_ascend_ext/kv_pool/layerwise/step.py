@@ -290,6 +290,10 @@ class LayerStep:
         if call is not None:
             self._calls[transfer] = call
 
+    def calls_under_way(self) -> list[Call[None]]:
+        """Calls that are still giving back what they had opened."""
+        return [call for call in self._calls.values() if not call.ended]
+
     def give_up(self, transfer: LayerTransfer | None, cause: BaseException) -> None:
         """End ``transfer`` with ``cause`` unless it has ended; nobody sees it ended before its blocks are safe."""
         if transfer is None or transfer.finished.ended:

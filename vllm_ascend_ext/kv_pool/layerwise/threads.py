@@ -52,8 +52,17 @@ class LayerThread(TransferThread, ABC):
     def carry_out(self, transfer: Any, deadline: Deadline) -> Call[None] | None:
         """Begin ``transfer``; one that nobody would serve ends at once, with the reason as its cause."""
         fence = Fence()
+
+        def call() -> None:
+            try:
+                self._handle_layers(transfer, fence)
+            except Exception as cause:
+                if not transfer.failed:  # its results were fixed before: nobody else will tell
+                    self._stats.failure(f"{self.role}_failed_afterwards", transfer.label, transfer.request_ids, cause)
+                raise
+
         try:
-            return self._lanes.submit(transfer.label, lambda: self._handle_layers(transfer, fence), deadline, fence)
+            return self._lanes.submit(transfer.label, call, deadline, fence)
         except (NotRunning, RuntimeError) as cause:
             transfer.end(cause)
             return None
