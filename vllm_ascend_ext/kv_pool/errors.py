@@ -95,7 +95,10 @@ def as_int(value: Any) -> int | None:
     """``value`` as an int if it is one (numpy integers included, bool and None not), else None."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
-    return int(value.__index__())
+    try:
+        return int(value.__index__())
+    except TypeError:  # an array of several entries has the method, but no one value
+        return None
 
 
 def check_length(answer: Any, expected: int, call: str) -> Sequence[Any]:

@@ -253,7 +253,7 @@ def _count_by_request(self: KVPoolScheduler, job_id: int, saved_until: int, rank
 
 
 class _NoHits:
-    def lookup(self, token_len: int, hashes: Any, group_ids: Any, hbm_hit_tokens: int) -> int:
+    def lookup(self, token_len: int, hashes: Any, group_ids: Any, hbm_hit_tokens: int, request_id: str) -> int:
         return 0
 
     def close(self) -> list[str]:
