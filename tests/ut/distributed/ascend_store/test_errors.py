@@ -56,7 +56,7 @@ def test_native_codes_are_mapped_by_the_table(engine, code, status):
     assert from_native(engine, code) is status
 
 
-@pytest.mark.parametrize("value", [True, None, 1.0, "1"])
+@pytest.mark.parametrize("value", [True, None, 1.0, "1", np.array([1, 2])])
 def test_as_int_refuses_what_only_looks_like_an_integer(value):
     assert as_int(value) is None
 
