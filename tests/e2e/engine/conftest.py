@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .client import Launcher
-from .lab import Lab, Machine, Oracle
+from .lab import POOL_BYTES, Lab, Machine, Oracle
 from .tiny_model import TinyModel
 
 HERE = Path(__file__).parent
@@ -65,11 +65,11 @@ def machines(folder: Path) -> dict[str, Machine]:
 def new_lab(
     launcher: Launcher, oracle: Oracle, machines: dict[str, Machine], folder: Path
 ) -> Iterator[Callable[..., Lab]]:
-    """Make a lab: the machine's name, and options for the connector of each of its engines."""
+    """Make a lab: the machine's name, the pool's size, and options for the connector of each of its engines."""
     with ExitStack() as stack:
 
-        def make(machine: str = "float32", **extra: Any) -> Lab:
-            lab = Lab(launcher, oracle, folder, machines[machine], extra)
+        def make(machine: str = "float32", pool_bytes: int = POOL_BYTES, **extra: Any) -> Lab:
+            lab = Lab(launcher, oracle, folder, machines[machine], extra, pool_bytes)
             stack.callback(lab.close)
             return lab
 

@@ -88,7 +88,13 @@ class Lab:
     """One pool that lives as long as the lab, and engines on it."""
 
     def __init__(
-        self, launcher: Launcher, oracle: Oracle, folder: Path, machine: Machine, extra: dict[str, Any]
+        self,
+        launcher: Launcher,
+        oracle: Oracle,
+        folder: Path,
+        machine: Machine,
+        extra: dict[str, Any],
+        pool_bytes: int = POOL_BYTES,
     ) -> None:
         self.oracle = oracle
         self.machine = machine
@@ -98,7 +104,8 @@ class Lab:
         self.folder = folder
         self._stack = ExitStack()
         self.sockets = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pool-"))
-        keeper = LocalBackend(self.pool, POOL_BYTES)
+        self._pool_bytes = pool_bytes
+        keeper = LocalBackend(self.pool, pool_bytes)
         self._stack.callback(keeper.close)
 
     def transfer(self, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
@@ -112,7 +119,7 @@ class Lab:
             "kv_connector_extra_config": {
                 "backend": "local",
                 "local_pool_name": self.pool,
-                "local_capacity_bytes": POOL_BYTES,
+                "local_capacity_bytes": self._pool_bytes,
                 "lookup_rpc_port": port,
                 "rpc_base_path": self.sockets,
             }
