@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE := .venv-engine
 ASCEND := .venv-ascend
+BACKENDS := .venv-backends
 
-.PHONY: help venv lint test fault bench engine ascend ascend-check clean
+.PHONY: help venv lint test fault bench engine backends backends-packages ascend ascend-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +50,29 @@ $(ENGINE)/.done: requirements-engine.txt pyproject.toml
 
 engine: $(ENGINE)/.done ## the connector in a real vLLM engine on the CPU, in .venv-engine
 	$(ENGINE)/bin/python -m pytest -m engine tests/e2e/engine
+
+# Mooncake's wheel links the first four; the last one brings loopback up.
+BACKENDS_DEBIAN := libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 iproute2
+
+backends-packages:
+	@missing=$$(for package in $(BACKENDS_DEBIAN); do dpkg -s $$package >/dev/null 2>&1 || echo $$package; done); \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ]; then echo "make backends needs the Debian packages:" $$missing >&2; exit 1; fi; \
+	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy $$missing
+
+$(BACKENDS)/.done: requirements-backends.txt pyproject.toml
+	$(PYTHON) -m venv $(BACKENDS)
+	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-backends.txt
+	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# The engines' clients listen on all addresses: their tests see loopback only, and no process outlives them.
+ONLY_LOOPBACK = unshare $(if $(filter 0,$(shell id -u)),,--map-root-user) --net --pid --fork --kill-child --mount-proc \
+	sh -c 'ip link set lo up && exec "$$@"' sh
+
+backends: backends-packages $(BACKENDS)/.done ## the pool on a real Mooncake Store on loopback, in .venv-backends
+	$(ONLY_LOOPBACK) $(BACKENDS)/bin/python -c 'import fixtures.mooncake as it, sys; sys.exit(it.MISSING or 0)'
+	$(ONLY_LOOPBACK) $(BACKENDS)/bin/python -m pytest -m backend tests/ut/distributed/ascend_store/backend tests/e2e/backends
 
 $(ASCEND)/.done: requirements-ascend.txt requirements-ascend-compiler.txt pyproject.toml
 	$(PYTHON) -m venv $(ASCEND)
