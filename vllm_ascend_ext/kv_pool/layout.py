@@ -54,13 +54,13 @@ class BlockLayout:
 
     def addresses(self, block_ids: IntArray) -> tuple[IntArray, IntArray]:
         """(n, segments) addresses and lengths of ``n`` blocks; raises ConfigError for an id outside the cache."""
-        self._check(block_ids)
+        self.check(block_ids)
         addresses = self._base[None, :] + block_ids[:, None] * self._stride[None, :]
         return addresses, np.broadcast_to(self._length, addresses.shape)
 
     def layer_addresses(self, block_ids: IntArray, layer: int) -> tuple[IntArray, IntArray]:
         """(n, per_layer) addresses and lengths of one layer of ``n`` blocks."""
-        self._check(block_ids)
+        self.check(block_ids)
         part = slice(layer * self.per_layer, (layer + 1) * self.per_layer)
         addresses = self._base[None, part] + block_ids[:, None] * self._stride[None, part]
         return addresses, np.broadcast_to(self._length[part], addresses.shape)
@@ -74,6 +74,7 @@ class BlockLayout:
         span = (self.num_blocks - 1) * self._stride + self._length
         return list(zip(self._base.tolist(), span.tolist(), strict=True))
 
-    def _check(self, block_ids: IntArray) -> None:
+    def check(self, block_ids: IntArray) -> None:
+        """Raise ConfigError for an id outside the cache."""
         if block_ids.size and (int(block_ids.min()) < 0 or int(block_ids.max()) >= self.num_blocks):
             raise ConfigError(f"block ids {block_ids.min()}..{block_ids.max()}: allowed are 0..{self.num_blocks - 1}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_ascend_ext.kv_pool.coordinator import AscendStoreCoordinator
+from vllm_ascend_ext.kv_pool.coordinator import NULL_BLOCK, AscendStoreCoordinator
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.requests import ReqMeta
 from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
@@ -26,6 +26,8 @@ class Orders:
         parts = []
         for group, table in enumerate(request.block_ids):
             indices = self._coordinator.load_blocks(group, load.vllm_cached_tokens, load.pool_cached_tokens)
+            if (table[indices] == NULL_BLOCK).any():
+                raise ValueError(f"group {group} of {request.req_id} has no blocks for what is to be loaded")
             keys = self._database.keys(group, request.block_hashes, indices)
             parts.append(GroupBlocks(group, indices, table[indices], keys))
         return TransferJob(load.job_id, request.req_id, tuple(parts))

@@ -55,7 +55,7 @@ class LayerThread(TransferThread, ABC):
 
         def call() -> None:
             try:
-                self._handle_layers(transfer, fence)
+                self._carry_out(transfer, fence)
             except Exception as cause:
                 if not transfer.failed:  # its results were fixed before: nobody else will tell
                     self._stats.failure(f"{self.role}_failed_afterwards", transfer.label, transfer.request_ids, cause)
@@ -67,9 +67,19 @@ class LayerThread(TransferThread, ABC):
             transfer.end(cause)
             return None
 
+    def _carry_out(self, transfer: LayerTransfer, fence: Fence) -> None:
+        """On one of the lanes. Whatever ends this early ends the transfer."""
+        try:
+            for rows in transfer.rows:
+                self._layouts[rows.group].check(rows.block_ids)
+            self._handle_layers(transfer, fence)
+        except BaseException as cause:
+            transfer.end(cause)
+            raise
+
     @abstractmethod
     def _handle_layers(self, transfer: Any, fence: Fence) -> None:
-        """Carry ``transfer`` out on one of the lanes, and end it whatever happens."""
+        """Carry ``transfer`` out, and end it before anything else is done that may take its time."""
 
     def _layer_deadline(self) -> Deadline:
         return Deadline.after(self._config.layer_timeout, self._clock)
@@ -84,7 +94,7 @@ class LayerRecvingThread(LayerThread, KVCacheTransferThread, ABC):
         """All layers of one request's blocks, beside the steps: what an asynchronous load is."""
         as_one = len(self._setup.groups) > 1
         load = LayerLoad([job], self.plan, threading.Condition(threading.RLock()), as_one=as_one)
-        self._handle_layers(load, fence)
+        self._carry_out(load, fence)
         return load.result(0)
 
     def _each_layer(self, load: LayerLoad, transfer: Callable[[BlockRows, IntArray, int], None]) -> None:
@@ -230,12 +240,8 @@ class KVCacheStoreKeyLayerRecvingThread(LayerRecvingThread):
         self._database.set_layers([layout.num_layers for layout in layouts])
 
     def _handle_layers(self, transfer: LayerLoad, fence: Fence) -> None:
-        try:
-            self._each_layer(transfer, lambda rows, at, layer: self._load_layer(transfer, rows, at, layer, fence))
-            transfer.arrived()
-        except BaseException as cause:
-            transfer.end(cause)
-            raise
+        self._each_layer(transfer, lambda rows, at, layer: self._load_layer(transfer, rows, at, layer, fence))
+        transfer.arrived()
 
     def _load_layer(self, load: LayerLoad, rows: BlockRows, at: IntArray, layer: int, fence: Fence) -> None:
         keys = self._database.layer_keys(rows.group, layer, [rows.keys[row] for row in at.tolist()])
@@ -304,13 +310,9 @@ class KVCacheStoreKeyLayerSendingThread(LayerSendingThread):
         self._database.set_layers([layout.num_layers for layout in layouts])
 
     def _handle_layers(self, transfer: LayerSave, fence: Fence) -> None:
-        try:
-            self._each_layer(transfer, lambda rows, at, layer: self._save_layer(transfer, rows, at, layer, fence))
-            transfer.commit.wait(self._layer_deadline())
-            transfer.complete()
-        except BaseException as cause:
-            transfer.end(cause)
-            raise
+        self._each_layer(transfer, lambda rows, at, layer: self._save_layer(transfer, rows, at, layer, fence))
+        transfer.commit.wait(self._layer_deadline())
+        transfer.complete()
 
     def _save_layer(self, save: LayerSave, rows: BlockRows, at: IntArray, layer: int, fence: Fence) -> None:
         keys = self._database.layer_keys(rows.group, layer, [rows.keys[row] for row in at.tolist()])
