@@ -8,6 +8,7 @@ Every wait has a deadline: an engine that hangs fails the test with the end of i
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import select
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -87,6 +89,19 @@ class EngineConfig:
         }
         return defaults | self.options | ({"kv_transfer_config": self.transfer} if self.transfer else {})
 
+    def command_line(self) -> list[str]:
+        """The same as options of `vllm serve`."""
+        words: list[str] = []
+        for name, value in self.arguments().items():
+            option = "--" + name.replace("_", "-")
+            if isinstance(value, dict):
+                words += [option, json.dumps(value)]
+            elif value is True:
+                words.append(option)
+            elif value is not False and value is not None:
+                words += [option, str(value)]
+        return words
+
 
 class EngineError(AssertionError):
     """The engine process answered with a traceback, died, or did not answer in time."""
@@ -113,6 +128,16 @@ class Launcher:
         if "error" in answer:
             raise EngineError(f"script: {answer['error']}\n{log.read_text(errors='replace')[-2000:]}")
         return str(answer["ok"])
+
+    def server(self, config: EngineConfig, log: Path) -> Server:
+        """vLLM's API server with this configuration, on a free port of the loopback; ready when entered."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        order = {
+            "serve": ["--host", "127.0.0.1", "--port", str(port), *config.command_line()],
+            "environment": config.environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        }
+        return Server(self._fork(order, log), log, port)
 
     def _fork(self, order: dict[str, Any], log: Path) -> socket.socket:
         """The connection of a new process that carries out `order` and writes what it prints to `log`."""
@@ -148,6 +173,85 @@ class Launcher:
                 env=environment,
             )
         return ours
+
+
+def _kill(pid: int) -> None:
+    """End a process that leads a group, and its group, and wait until it has ended."""
+    with suppress(ProcessLookupError):
+        ended = os.pidfd_open(pid)
+        with os.fdopen(ended), suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+            select.select([ended], [], [], 30)
+
+
+class Server:
+    """vLLM's API server, driven over HTTP. A context manager; ended by SIGTERM on success, killed otherwise."""
+
+    def __init__(self, connection: socket.socket, log: Path, port: int) -> None:
+        self.port = port
+        self._connection = connection
+        self._log = log
+        connection.settimeout(START_SECONDS)
+        with connection.makefile("r", encoding="utf-8") as lines:
+            self.pid = int(json.loads(lines.readline())["ok"])
+
+    def __enter__(self) -> Server:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                if self.get("/health")[0] == 200:
+                    return self
+            if select.select([self._connection], [], [], 0.2)[0]:  # the connection ends with the process
+                break
+        _kill(self.pid)
+        raise EngineError(f"the server did not start\n{self.log()[-4000:]}")
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            os.kill(self.pid, signal.SIGTERM)
+            select.select([self._connection], [], [], ANSWER_SECONDS)
+        _kill(self.pid)
+        self._connection.close()
+
+    def get(self, path: str) -> tuple[int, str]:
+        return self._exchange("GET", path, None)
+
+    def complete(self, request: Request) -> Output:
+        """One greedy completion."""
+        body = {
+            "prompt": list(request.prompt),
+            "max_tokens": request.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        status, text = self._exchange("POST", "/v1/completions", json.dumps(body))
+        if status != 200:
+            raise EngineError(f"HTTP {status}: {text}\n{self.log()[-2000:]}")
+        choice = json.loads(text)["choices"][0]
+        return Output(tuple(choice["token_ids"]), choice["finish_reason"], 0)
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Prometheus samples by name, summed over their labels."""
+        totals: dict[str, float] = {}
+        for line in self.get("/metrics")[1].splitlines():
+            if line.startswith(prefix):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def _exchange(self, method: str, path: str, body: str | None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
 
 
 class Engine:
@@ -199,11 +303,7 @@ class Engine:
         """End the process and the workers that it started, whatever state they are in; idempotent."""
         if self._pid is not None:
             pid, self._pid = self._pid, None
-            with suppress(ProcessLookupError):
-                ended = os.pidfd_open(pid)
-                with os.fdopen(ended), suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                    select.select([ended], [], [], 30)
+            _kill(pid)
         self._lines.close()
         self._connection.close()
 

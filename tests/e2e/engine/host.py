@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -178,6 +179,13 @@ def run_script(connection: socket.socket, script: str) -> None:
     connection.sendall(json.dumps(text).encode() + b"\n")
 
 
+def serve(connection: socket.socket, arguments: list[str]) -> None:
+    """Run vLLM's API server in this process until it is killed; answers its process id first."""
+    connection.sendall(json.dumps({"ok": os.getpid()}).encode() + b"\n")
+    sys.argv = ["api_server", *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
 def fork_engines(control: socket.socket) -> None:
     """One process per message of `control`, which comes with the descriptors of its connection and its log."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
@@ -197,6 +205,8 @@ def fork_engines(control: socket.socket) -> None:
             os.environ.update(order["environment"])
             if "script" in order:
                 run_script(socket.socket(fileno=connection), order["script"])
+            elif "serve" in order:
+                serve(socket.socket(fileno=connection), order["serve"])
             else:
                 obey(socket.socket(fileno=connection), order["arguments"])
             sys.exit(0)
