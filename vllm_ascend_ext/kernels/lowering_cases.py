@@ -105,8 +105,13 @@ def _logprobs(dtype: str, vocabulary: int) -> Iterator[Case]:
                     **{"TILE": setting.tile, "LANES": setting.lanes, "COLUMNS": setting.columns},
                     **{"CUDA": False, "STAGES": setting.stages, "LSE": lse, "RANK": rank, "WHOLE": whole},
                     "ALIGN": _launch.vector_elements(vocabulary, size),
+                    "keys_ptr": None,  # the best tokens are looked for by groups on GPUs only
                 },
-                {"num_rows": 1, "num_columns": 21, **_row(vocabulary, setting.tile, 1 if whole else setting.pieces)},
+                {
+                    "num_rows": 1,
+                    "num_columns": 21 if lse else 1,
+                    **_row(vocabulary, setting.tile, 1 if whole else setting.pieces),
+                },
                 COLUMNS if whole else {},
             )
         yield _case(
@@ -114,7 +119,7 @@ def _logprobs(dtype: str, vocabulary: int) -> Iterator[Case]:
             f"{dtype}, {name}",
             types,
             {"PIECES": setting.pieces, "COLUMNS": setting.columns, "LSE": lse, "RANK": rank},
-            {"vocab_size": vocabulary, "num_rows": 1, "num_columns": 21, "grid": 1},
+            {"vocab_size": vocabulary, "num_rows": 1, "num_columns": 21 if lse else 1, "grid": 1},
             COLUMNS,
         )
 

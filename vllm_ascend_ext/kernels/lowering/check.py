@@ -36,8 +36,9 @@ COUNTED = {
     "element_trips": "trips of loops over single elements",
     "syncs": "synchronisations",
 }
-#: Constants tried when looking for what a scalar loop grows with, and the least that may be a tile.
+#: Constants tried when looking for what a scalar loop grows with, the largest first.
 _PROBES = 8
+#: A smaller constant is tried only if some loop has no more trips than that.
 _LEAST_TILE = 16
 
 
@@ -257,7 +258,7 @@ def _growth(job: Job, found: list[Loop], lower: Callable[[Case], Lowering]) -> M
     known = _element_trips(found)
     growth: dict[Location, str | None] = {}
     all_compiled = True
-    for name, value in _halvable(job.case)[:_PROBES]:
+    for name, value in _halvable(job.case, min([_LEAST_TILE, *known.values()]))[:_PROBES]:
         if len(growth) == len(known):
             break
         half = lower(replace(job.case, constants={**job.case.constants, name: value // 2}))
@@ -282,9 +283,9 @@ def _element_trips(found: Iterable[Loop]) -> dict[Location, int]:
     return trips
 
 
-def _halvable(case: Case) -> list[tuple[str, int]]:
+def _halvable(case: Case, least: int) -> list[tuple[str, int]]:
     sizes = [(name, v) for name, v in case.constants.items() if isinstance(v, int) and not isinstance(v, bool)]
-    return sorted(((name, v) for name, v in sizes if v >= _LEAST_TILE and v % 2 == 0), key=lambda item: -item[1])
+    return sorted(((name, v) for name, v in sizes if v >= max(least, 2) and v % 2 == 0), key=lambda item: -item[1])
 
 
 def _unique(found: list[Finding]) -> list[Finding]:

@@ -71,8 +71,8 @@ def page(subject: Subject, reports: Sequence[Report], tools: Toolchain, command:
     lines = [
         f"# What the Ascend compiler makes of {subject.name}'s Triton kernels",
         "",
-        f"Revision {subject.revision}; {versions}, without an NPU: facts about the compiler's output,",
-        "no timings. Made by",
+        f"Revision {subject.revision}; {versions}, without an NPU:",
+        "facts about the compiler's output, and no timings. Made by",
         "",
         f"    {command}",
         "",
