@@ -20,6 +20,12 @@ FLOATS = {"fp32": 4, "bf16": 2}
 VOCABULARIES = (32_000, 128_256, 151_936, 262_144, 50_257)
 SHOWN_VOCABULARY = 151_936
 
+#: Kernels that no launch on Ascend reaches, and why.
+CUDA_ONLY = {
+    "_candidates_kernel": "best tokens by groups are for GPUs; torch.topk finds them on Ascend",
+    "_best_ids_kernel": "best tokens by groups are for GPUs; torch.topk finds them on Ascend",
+}
+
 #: What the kernels of logprobs compute: name, log-probabilities, ranks.
 SCORES = (
     ("log-probabilities and ranks", True, True),
