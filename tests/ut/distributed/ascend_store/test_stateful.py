@@ -20,7 +20,7 @@ from fixtures.clock import ManualClock
 from fixtures.engine import MiniEngine, State
 from fixtures.gates import Gate
 from fixtures.memory_store import MemoryStore
-from fixtures.stores import FlakyStore, answering, changing, healthy, raising, wrong_bytes
+from fixtures.stores import FlakyStore, answering, changing, raising, wrong_bytes
 from fixtures.world import World, make_setup, ranks
 from vllm_ascend_ext.kv_pool.calls import Lanes
 from vllm_ascend_ext.kv_pool.clock import Deadline
@@ -31,10 +31,13 @@ from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
 from vllm_ascend_ext.kv_pool.worker import KVPoolWorker
 
 BLOCK = 4
+PREFIX = 24
+"""Tokens that the prompts of a family have in common; the pool holds them from the start."""
+
 TIMEOUT = 10.0
 
 TOPOLOGIES = [
-    Topology(num_kv_heads=8),
+    *[Topology(num_kv_heads=8)] * 3,
     Topology(tp_size=2, num_kv_heads=2),
     Topology(tp_size=4, num_kv_heads=2),
     Topology(tp_size=4, num_kv_heads=1),
@@ -69,6 +72,17 @@ FAULTS = {
 LIES = {"wrong bytes": wrong_bytes, "nothing copied": codes(list)}
 """Of get alone: for an existence check or a put these would be lies that nobody can find out."""
 
+GET_FAULTS = st.sampled_from(sorted(FAULTS | LIES))
+PROMPTS = st.lists(
+    st.tuples(st.sampled_from([24, 24, 20, 17, 8, 3]), st.sampled_from([9, 5, 1, 0]), st.integers(1, 6)),
+    min_size=1,
+    max_size=3,
+)
+"""Of each: tokens that its family has in common, tokens of its own, tokens to generate."""
+
+MOST = 20
+"""Requests in a story."""
+
 
 class BoundedLookup:
     """The first rank's hits with a deadline, as the look-up server and its client give them."""
@@ -78,7 +92,7 @@ class BoundedLookup:
         self._lanes = Lanes("lookup", clock=clock)
         self._lanes.start(60.0)
 
-    def lookup(self, token_len, hashes, group_ids, hbm_hit_tokens):
+    def lookup(self, token_len, hashes, group_ids, hbm_hit_tokens, request_id="-"):
         deadline = Deadline.after(TIMEOUT, self._clock)
         return self._lanes.run("hit", lambda: self._worker.hits.hit(token_len, hashes, hbm_hit_tokens), deadline)
 
@@ -125,6 +139,10 @@ class Pool(RuleBasedStateMachine):
             close_timeout=60.0,
         )
         self.open()
+        for family in range(2):
+            self.engine.add(f"fill{family}", range(100 * family, 100 * family + PREFIX))
+        self.finish_engine()
+        self.open()
 
     def open(self):
         self.inner.reopen()
@@ -148,15 +166,34 @@ class Pool(RuleBasedStateMachine):
 
     # -- what requests do -------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.number < 12)
-    @rule(family=st.integers(0, 1), shared=st.integers(0, 24), own=st.integers(0, 6), output=st.integers(1, 6))
-    def add(self, family, shared, own, output):
-        """Prompts of one family share a prefix."""
-        self.number += 1
-        prompt = [*range(100 * family, 100 * family + shared), *range(1000 * self.number, 1000 * self.number + own)]
-        self.engine.add(f"r{self.number}", prompt or [7], output)
+    @precondition(lambda self: self.number < MOST)
+    @rule(family=st.integers(0, 1), prompts=PROMPTS, steps=st.integers(0, 2))
+    def arrive(self, family, prompts, steps):
+        for shared, own, output in prompts:
+            self.number += 1
+            first, alone = 100 * family, 1000 * self.number
+            prompt = [*range(first, first + shared), *range(alone, alone + own)]
+            self.engine.add(f"r{self.number}", prompt, output)
+        self.steps(steps)
 
-    @rule(count=st.integers(1, 4))
+    @precondition(lambda self: self.number < MOST)
+    @rule(
+        fault=GET_FAULTS,
+        on_ranks=st.integers(1, 2),
+        family=st.integers(0, 1),
+        prompts=PROMPTS,
+        then=st.sampled_from(["go on", "go on", "abort", "preempt"]),
+        which=st.integers(0, 3),
+    )
+    def arrive_to_a_load_that_fails(self, fault, on_ranks, family, prompts, then, which):
+        """On the first rank that loads, or on the first two; then one of the requests may go."""
+        self.store.script("get", *[(FAULTS | LIES)[fault]] * on_ranks)
+        self.arrive(family, prompts, 1)
+        if then != "go on":
+            getattr(self, then)(which)
+        self.steps(1)
+
+    @rule(count=st.integers(1, 3))
     def steps(self, count):
         for _ in range(count):
             self.clock.advance(1.0)
@@ -185,13 +222,14 @@ class Pool(RuleBasedStateMachine):
     def fail_once(self, method, fault):
         self.store.script(method, FAULTS[fault])
 
-    @rule(lie=st.sampled_from(sorted(LIES)), skip=st.integers(0, 2))
-    def lie_once(self, lie, skip):
-        self.store.script("get", *[healthy] * skip, LIES[lie])
-
-    @rule(method=st.sampled_from(["exists", "put", "get"]), fault=st.sampled_from([None, *sorted(FAULTS)]))
-    def fail_always(self, method, fault):
-        self.store.always(method, FAULTS[fault] if fault else None)
+    @rule(
+        method=st.sampled_from(["exists", "put", "get"]), fault=st.sampled_from(sorted(FAULTS)), steps=st.integers(1, 3)
+    )
+    def fail_for_a_while(self, method, fault, steps):
+        self.store.always(method, FAULTS[fault])
+        self.steps(steps)
+        if steps < 3:  # otherwise until the next one
+            self.store.always(method, None)
 
     @precondition(lambda self: len(self.gates) < 3)
     @rule(method=st.sampled_from(["exists", "put", "get"]))
@@ -211,7 +249,7 @@ class Pool(RuleBasedStateMachine):
     def return_late(self):
         self.gates.pop(0).open()
 
-    @rule(method=st.sampled_from(["exists", "put", "get"]), chance=st.integers(0, 3))
+    @rule(method=st.sampled_from(["put", "get"]), chance=st.integers(0, 3))
     def end_a_thread(self, method, chance):
         if not chance:
             self.store.script(method, raising(Fatal("device lost")))
@@ -299,7 +337,7 @@ class Pool(RuleBasedStateMachine):
 
 
 Pool.TestCase.settings = settings(
-    max_examples=int(os.environ.get("STATEFUL_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("STATEFUL_EXAMPLES", "100")),
     stateful_step_count=25,
     deadline=None,
     derandomize="STATEFUL_EXAMPLES" not in os.environ,
