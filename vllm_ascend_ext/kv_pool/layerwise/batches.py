@@ -53,29 +53,43 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Ranges:
-    """(pieces, blocks) arrays: where each piece of each block lies in the store, on the device, and its bytes.
+    """(pieces, blocks) arrays: where each piece of each block lies in the store and on the device; and each piece's
+    length.
 
     Pieces come first because numpy is several times faster along a long last axis.
     """
 
     gvas: IntArray
     addrs: IntArray
-    sizes: IntArray
+    lengths: IntArray
 
     @property
     def blocks(self) -> int:
         return int(self.gvas.shape[1])
 
-    def with_piece(self, gvas: IntArray, addrs: IntArray, size: int) -> Ranges:
-        """One more piece of ``size`` bytes for each block."""
-        sizes = np.full((1, self.blocks), size, dtype=np.int64)
-        return Ranges(np.vstack((self.gvas, gvas)), np.vstack((self.addrs, addrs)), np.vstack((self.sizes, sizes)))
+    def with_piece(self, gvas: IntArray, addrs: IntArray, length: int) -> Ranges:
+        """One more piece of ``length`` bytes for each block."""
+        return Ranges(np.vstack((self.gvas, gvas)), np.vstack((self.addrs, addrs)), np.append(self.lengths, length))
 
-    def flat(self, start: int, stop: int, max_bytes: int | None) -> tuple[IntArray, IntArray, IntArray]:
-        """Blocks ``start`` to ``stop`` as flat arrays, one entry per piece, none longer than ``max_bytes``."""
+    def sizes(self) -> IntArray:
+        """(pieces, blocks): the pieces' lengths."""
+        return np.broadcast_to(self.lengths[:, None], self.addrs.shape)
+
+    def flat(self, start: int, stop: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Blocks ``start`` to ``stop`` as flat arrays of addresses and sizes, one entry per piece."""
         part = slice(start, stop)
-        flat = self.gvas[:, part].ravel(), self.addrs[:, part].ravel(), self.sizes[:, part].ravel()
-        return flat if max_bytes is None else _split(*flat, max_bytes)
+        sizes = np.repeat(self.lengths, min(stop, self.blocks) - start)
+        return self.gvas[:, part].ravel(), self.addrs[:, part].ravel(), sizes
+
+    def split(self, limit: int) -> Ranges:
+        """The same bytes in pieces of at most ``limit``."""
+        if int(self.lengths.max(initial=0)) <= limit:
+            return self
+        cuts = [np.arange(0, length, limit) for length in self.lengths.tolist()]
+        piece = np.repeat(np.arange(len(cuts)), [len(offsets) for offsets in cuts])
+        offset = np.concatenate(cuts)
+        lengths = np.minimum(self.lengths[piece] - offset, limit)
+        return Ranges(self.gvas[piece] + offset[:, None], self.addrs[piece] + offset[:, None], lengths)
 
 
 class LayerBatchBuilder:
@@ -88,25 +102,14 @@ class LayerBatchBuilder:
         lengths = np.asarray(layout.length, dtype=np.int64)
         self._base = np.asarray(layout.base, dtype=np.int64).reshape(layers)
         self._stride = np.asarray(layout.stride, dtype=np.int64).reshape(layers)
-        self._length = lengths.reshape(layers)
+        self._length = lengths.reshape(layers[:2])
         self._offset = (np.cumsum(lengths) - lengths).reshape(layers)
 
     def build(self, layer: int, block_ids: IntArray, gvas: IntArray) -> Ranges:
         """The ranges of ``layer`` of the blocks ``block_ids``, whose values begin at ``gvas``; both (n,)."""
         addrs = block_ids * self._stride[layer] + self._base[layer]
-        return Ranges(gvas + self._offset[layer], addrs, np.broadcast_to(self._length[layer], addrs.shape))
+        return Ranges(gvas + self._offset[layer], addrs, self._length[layer])
 
     def digest_gvas(self, layer: int, gvas: IntArray) -> IntArray:
         """(n,): where each block's digest of ``layer`` lies in the store."""
         return gvas + (self.layout.block_bytes + DIGEST_BYTES * layer)
-
-
-def _split(gvas: IntArray, addrs: IntArray, sizes: IntArray, limit: int) -> tuple[IntArray, IntArray, IntArray]:
-    """The same bytes in pieces of at most ``limit``."""
-    pieces = -(-sizes // limit)
-    total = int(pieces.sum())
-    if total == len(sizes):
-        return gvas, addrs, sizes
-    source = np.repeat(np.arange(len(sizes)), pieces)
-    skipped = (np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
-    return gvas[source] + skipped, addrs[source] + skipped, np.minimum(sizes[source] - skipped, limit)

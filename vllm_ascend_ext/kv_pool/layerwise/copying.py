@@ -41,6 +41,7 @@ class LimitedCopier:
     def copy(self, ranges: Ranges, direction: int, fence: Fence) -> BlockCodes:
         """Copy all blocks; one status each."""
         count = ranges.blocks
+        ranges = ranges if self._max_bytes is None else ranges.split(self._max_bytes)
         result = BlockCodes(np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64))
         step = self._max_blocks or max(count, 1)
         todo = [(start, min(start + step, count)) for start in range(0, count, step)][::-1]
@@ -49,7 +50,7 @@ class LimitedCopier:
             if fence.revoked:
                 result.statuses[start:stop] = Status.CANCELLED
                 continue
-            copied = self._client.copy(*ranges.flat(start, stop, self._max_bytes), direction, fence)
+            copied = self._client.copy(*ranges.flat(start, stop), direction, fence)
             if copied.status is Status.OK:
                 continue
             if copied.status in _ABOUT_AN_ADDRESS and stop - start > 1:

@@ -138,7 +138,7 @@ class GvaCopies:
         ranges = builder.build(layer, rows.block_ids[at], rows.gvas[at])
         if self._digests:
             trailers = self._trailers(rows, at, layer)
-            if not trailers.write(ranges.addrs.T, ranges.sizes.T, fence):
+            if not trailers.write(ranges.addrs.T, ranges.sizes().T, fence):
                 save.fail(rows, at, Status.CANCELLED)
                 return
             ranges = self._with_digests(builder, ranges, trailers, rows.gvas[at], layer)
@@ -157,7 +157,7 @@ class GvaCopies:
         self._note(load, rows, at, codes)
         if not (codes.statuses == Status.OK).any():
             return []
-        same = trailers.verify(ranges.addrs.T, ranges.sizes.T, fence)
+        same = trailers.verify(ranges.addrs.T, ranges.sizes().T, fence)
         if same is None:
             load.fail(rows, at, Status.CANCELLED)
             return []
