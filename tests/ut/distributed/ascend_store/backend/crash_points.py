@@ -1,8 +1,9 @@
 """A process that forks others, which tell stories on a local pool and are killed (SIGKILL) in the middle of them.
 
-Reads lines of JSON, {"story", "pool", "line", "seed"}, and answers each with one. With a line, the child kills itself
-when it comes to that line of the store (counted over all of vllm_ascend_ext/kv_pool/backend); the answer tells the
-lines it ran and whether it died. Without, the answer is the child's pid, as soon as its story says that it is ready.
+Reads lines of JSON, {"story", "pool", "line", "within", "seed"}, and answers each with one. With a line, the child
+kills itself when it comes to that line of the store, counted over all of vllm_ascend_ext/kv_pool/backend or over the
+function named by "within"; the answer tells the lines it ran and whether it died. Without, the answer is the child's
+pid, as soon as its story says that it is ready.
 """
 
 import json
@@ -117,13 +118,13 @@ def make_slowly(pool: str, seed: int, ready) -> None:
 STORIES = {story.__name__: story for story in (work, make, storm, hold, stop_under_lock, make_slowly)}
 
 
-def killed_at(line: int, story: str, pool: str, seed: int) -> int:
+def killed_at(line: int, story: str, pool: str, seed: int, within: str | None) -> int:
     """Tell the story and die at the ``line``-th line of the store; the number of lines run if there are fewer."""
     count = 0
 
     def trace(frame, event, argument):
         nonlocal count
-        if not frame.f_code.co_filename.startswith(STORE):
+        if not frame.f_code.co_filename.startswith(STORE) or within not in (None, frame.f_code.co_name):
             return None
         if event == "line":
             count += 1
@@ -137,14 +138,14 @@ def killed_at(line: int, story: str, pool: str, seed: int) -> int:
     return count
 
 
-def answer(line: int | None = None, **story) -> dict:
+def answer(story: str, pool: str, seed: int, line: int | None = None, within: str | None = None) -> dict:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         if line is None:
-            STORIES[story["story"]](story["pool"], story["seed"], lambda: os.write(writer, b"ready"))
+            STORIES[story](pool, seed, lambda: os.write(writer, b"ready"))
         else:
-            os.write(writer, str(killed_at(line, **story)).encode())
+            os.write(writer, str(killed_at(line, story, pool, seed, within)).encode())
         os._exit(0)
     os.close(writer)
     said = os.read(reader, 100)

@@ -25,7 +25,9 @@ crash_points = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(crash_points)
 
 VALUES = {f"k{key}": crash_points.value_of(key) for key in range(crash_points.KEYS)}
-WORK_POINTS, MAKE_POINTS, STORM_SECONDS = 100, 40, 6
+WORK_POINTS, MAKE_POINTS, STORM_SECONDS = 60, 40, 6
+CHANGES = {"reserve": 42, "publish": 10, "_release": 14, "drop": 10, "leave": 6, "insert": 12, "sign_out": 9}
+"""The functions that change the index, and how many of their lines, from the story's first on, are died at."""
 SEED = 20260901
 PAGE = b"p" * 4096
 
@@ -37,8 +39,8 @@ class Victims:
         pipe = subprocess.PIPE
         self._forker = subprocess.Popen([sys.executable, str(SCRIPT)], stdin=pipe, stdout=pipe, text=True)
 
-    def tell(self, story: str, pool: str, line: int, seed: int = 0) -> dict:
-        return self._ask(story=story, pool=pool, line=line, seed=seed)
+    def tell(self, story: str, pool: str, line: int, seed: int = 0, within: str | None = None) -> dict:
+        return self._ask(story=story, pool=pool, line=line, seed=seed, within=within)
 
     def start(self, story: str, pool: str, seed: int = 0) -> int:
         return self._ask(story=story, pool=pool, seed=seed)["pid"]
@@ -99,24 +101,35 @@ def read_all(client) -> int:
     return found
 
 
-def test_a_client_killed_at_any_line_leaves_a_sound_pool_behind(pool, victims):
-    survivor = pool.open()
-    lines = victims.tell("work", pool.name, line=1 << 40)["lines"]
-    choose = np.random.default_rng(SEED)
-    seen = 0
-    for line in choose.integers(1, lines, WORK_POINTS).tolist():
-        seed = int(choose.integers(1 << 30))
-        victims.tell("work", pool.name, line, seed)
-        where = f"line {line}, seed {seed}"
-        assert faults(survivor.backend) == [], where
-        seen += read_all(survivor)
-        key = f"k{seed % crash_points.KEYS}"
-        assert survivor.put({key: VALUES[key]}) in ([Status.OK], [Status.REFUSED]), where
-    assert seen > 0
-    pool.open()
+def outlive(survivor, victims, pool, choose, line: int, within: str | None) -> int:
+    """Have a client killed there, and check what the survivor finds; how many values there were."""
+    seed = int(choose.integers(1 << 30))
+    victims.tell("work", pool.name, line, seed, within)
+    where = f"line {line} of {within}, seed {seed}"
+    assert faults(survivor.backend) == [], where
+    seen = read_all(survivor)
+    for key in choose.permutation(list(VALUES))[:6].tolist():
+        assert survivor.put({key: VALUES[key]}) == [Status.OK], where
+    pool.open().backend.close()
     stats = survivor.backend.stats()
-    assert (stats["clients"], stats["open_writes"], stats["leases"], stats["pins"]) == (2, 0, 0, 0)
-    assert faults(survivor.backend) == []
+    assert (stats["clients"], stats["open_writes"], stats["leases"], stats["pins"]) == (1, 0, 0, 0), where
+    assert faults(survivor.backend) == [], where
+    return seen
+
+
+def test_a_client_killed_at_any_line_leaves_a_sound_pool_behind(pool, victims):
+    survivor, choose = pool.open(), np.random.default_rng(SEED)
+    lines = victims.tell("work", pool.name, line=1 << 40)["lines"]
+    points = choose.integers(1, lines, WORK_POINTS).tolist()
+    assert sum(outlive(survivor, victims, pool, choose, line, None) for line in points) > 0
+
+
+@pytest.mark.parametrize("within", CHANGES)
+def test_a_client_killed_at_each_line_of_a_change_leaves_a_sound_pool_behind(pool, victims, within):
+    survivor, choose = pool.open(), np.random.default_rng(SEED)
+    victims.tell("work", pool.name, line=1 << 40)
+    for line in range(1, CHANGES[within] + 1):
+        outlive(survivor, victims, pool, choose, line, within)
 
 
 def test_a_maker_killed_at_any_line_leaves_nothing_that_hinders_the_next(pool, victims):
