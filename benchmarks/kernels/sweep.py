@@ -54,7 +54,7 @@ def plans(only: str | None) -> Iterator[tuple[str, Workload, list[dict[str, Any]
                 {"tile": t, "num_warps": w}
                 for t, w in ((256, 1), (256, 2), (512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8))
             ]
-            more = list(_product(tiles_per_piece=[1, 2, 3, 4, 8], cache=["", ".cs"]))
+            more = list(_product(tiles_per_piece=[1, 2, 3, 4, 8]))
             settings = [shape | {"group": 16 // dtype.itemsize} | rest for shape in shapes for rest in more]
             yield "bitmask", workloads.bitmask(256, vocab_size, dtype, allowed, None), settings
     if only in (None, "bincount"):
@@ -78,7 +78,7 @@ def plans(only: str | None) -> Iterator[tuple[str, Workload, list[dict[str, Any]
             (256, 0, 128_256, "every token", BF16),
         ):
             shapes = [(256, 1), (256, 2), (512, 4), (512, 2), (1024, 8), (1024, 4)]
-            more = list(_product(tiles_per_piece=[2, 3, 4, 6, 8], cache=["", ".cs"]))
+            more = list(_product(tiles_per_piece=[2, 3, 4, 6, 8]))
             settings = [{"tile": t, "num_warps": w, "group": 4} | rest for t, w in shapes for rest in more]
             yield "penalties", workloads.penalties(requests, drafts, vocab_size, seen, None, dtype), settings
     if only in (None, "post_update"):

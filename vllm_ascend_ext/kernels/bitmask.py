@@ -30,15 +30,15 @@ class _Setting:
     tiles_per_piece: int
     programs_per_core: int
     num_warps: int
-    cache: str = ""
 
 
 def _setting(target: Target, element_bytes: int) -> _Setting:
     if target.interpreted:
-        return _Setting(64, 8, 2, 2, 1) if target.body == "cuda" else _Setting(64, 0, 0, 2, 1)
+        group, tiles_per_piece = (8, 2) if target.body == "cuda" else (0, 0)
+        return _Setting(tile=64, group=group, tiles_per_piece=tiles_per_piece, programs_per_core=2, num_warps=1)
     if target.body == "npu":
-        return _Setting(16384 // element_bytes, 0, 0, 1, 1)
-    return _Setting(512, 16 // element_bytes, 2, 16, 1)
+        return _Setting(tile=16384 // element_bytes, group=0, tiles_per_piece=0, programs_per_core=1, num_warps=1)
+    return _Setting(tile=512, group=16 // element_bytes, tiles_per_piece=2, programs_per_core=16, num_warps=1)
 
 
 @triton.jit
@@ -60,9 +60,7 @@ def _mask_tile(row_ptr, words_ptr, num_words, first, vocab_size, single, TILE: t
 
 
 @triton.jit
-def _mask_groups(
-    row_ptr, groups, first, end, TILE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, CACHE: tl.constexpr
-):
+def _mask_groups(row_ptr, groups, first, end, TILE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr):
     """Mask the groups of a tile, each on its own; only a ``TAIL`` may reach past ``end``."""
     some_blocked = (groups != (1 << GROUP) - 1)[:, None]
     mixed = some_blocked & (groups != 0)[:, None]
@@ -72,7 +70,7 @@ def _mask_groups(
         mixed = mixed & (token < end)
     x = tl.load(row_ptr + token, mask=tl.broadcast_to(mixed, token.shape), other=float("-inf"))
     x = tl.where(unpack_groups(groups, GROUP), x, float("-inf"))
-    tl.store(row_ptr + token, x, mask=tl.broadcast_to(some_blocked, token.shape), cache_modifier=CACHE)
+    tl.store(row_ptr + token, x, mask=tl.broadcast_to(some_blocked, token.shape))
 
 
 _SIZES = [
@@ -103,7 +101,6 @@ def _bitmask_kernel(
     tiles_per_piece,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-    CACHE: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Each item is a piece of one mask's row."""
@@ -133,10 +130,10 @@ def _bitmask_kernel(
                 whole_end = start + (end - start) // TILE * TILE
                 for first in range(start, whole_end, TILE):
                     following = load_groups(words_ptr, num_words, first + TILE, TILE // GROUP, GROUP)
-                    _mask_groups(row_ptr, groups, first, end, TILE, GROUP, False, CACHE)
+                    _mask_groups(row_ptr, groups, first, end, TILE, GROUP, False)
                     groups = following
                 if whole_end < end:
-                    _mask_groups(row_ptr, groups, whole_end, end, TILE, GROUP, True, CACHE)
+                    _mask_groups(row_ptr, groups, whole_end, end, TILE, GROUP, True)
 
 
 def apply_grammar_bitmask(
@@ -198,7 +195,6 @@ def apply_grammar_bitmask(
         cdiv(tiles, pieces),
         TILE=setting.tile,
         GROUP=setting.group,
-        CACHE=setting.cache,
         ALIGN=_launch.vector_elements(logits.stride(0), logits.element_size()),
         **target.options(num_warps=setting.num_warps),
     )

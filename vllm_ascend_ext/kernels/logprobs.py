@@ -39,11 +39,20 @@ class _Setting:
 
 def _setting(target: Target, element_bytes: int) -> _Setting:
     if target.interpreted:
-        return _Setting(64, 16, 1, 4 if target.body == "cuda" else 1, 8, 1, 1)
+        columns = 4 if target.body == "cuda" else 1
+        return _Setting(tile=64, lanes=16, stages=1, columns=columns, pieces=8, programs_per_core=1, num_warps=1)
     if target.body == "npu":
-        return _Setting(8192, 512, 1, 1, 64, 1, 1)
+        return _Setting(tile=8192, lanes=512, stages=1, columns=1, pieces=64, programs_per_core=1, num_warps=1)
     # Small tiles on many programs; every thread keeps as many lanes as it loads logits at once, 16 bytes.
-    return _Setting(4096 // element_bytes, 2 * 32 * 16 // element_bytes, 3, 32, 128, 8, 2)
+    return _Setting(
+        tile=4096 // element_bytes,
+        lanes=2 * 32 * 16 // element_bytes,
+        stages=3,
+        columns=32,
+        pieces=128,
+        programs_per_core=8,
+        num_warps=2,
+    )
 
 
 @triton.jit

@@ -31,15 +31,17 @@ class _Setting:
     tiles_per_piece: int
     programs_per_core: int
     num_warps: int
-    cache: str = ""
 
 
 def _setting(target: Target, element_bytes: int) -> _Setting:
     if target.interpreted:
-        return _Setting(64, 8, 4, 2, 2, 1) if target.body == "cuda" else _Setting(64, 0, 4, 0, 2, 1)
+        group, tiles_per_piece = (8, 2) if target.body == "cuda" else (0, 0)
+        return _Setting(
+            tile=64, group=group, drafts=4, tiles_per_piece=tiles_per_piece, programs_per_core=2, num_warps=1
+        )
     if target.body == "npu":
-        return _Setting(4096, 0, 8, 0, 1, 1)
-    return _Setting(512, 4, 16, 4, 16, 4)
+        return _Setting(tile=4096, group=0, drafts=8, tiles_per_piece=0, programs_per_core=1, num_warps=1)
+    return _Setting(tile=512, group=4, drafts=16, tiles_per_piece=3, programs_per_core=16, num_warps=4)
 
 
 @triton.jit
@@ -84,7 +86,7 @@ def _penalise_tile(
 @triton.jit
 def _penalise_groups(
     row_ptr, groups, counts, drafts_ptr, num_drafts, first, end, repetition, frequency, presence,
-    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr, TAIL: tl.constexpr, CACHE: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Penalise those groups of a tile that hold a token that was seen; only a ``TAIL`` may reach past ``end``."""
     token = first + tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -95,13 +97,13 @@ def _penalise_groups(
     seen = seen & (token < end) if TAIL else tl.broadcast_to(seen, token.shape)
     x = tl.load(row_ptr + token, mask=seen, other=0.0)
     penalised = _penalise(x, unpack_groups(groups, GROUP), counts, repetition, frequency, presence)
-    tl.store(row_ptr + token, penalised.to(x.dtype), mask=seen, cache_modifier=CACHE)
+    tl.store(row_ptr + token, penalised.to(x.dtype), mask=seen)
 
 
 @triton.jit
 def _penalise_piece(
     row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, start, end, vocab_size, repetition, frequency, presence,
-    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr, CACHE: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Penalise a piece of a row by groups. Bits and counts are asked for a tile ahead: a tile waits for its logits."""
     num_words = (vocab_size + 31) // 32
@@ -117,7 +119,7 @@ def _penalise_piece(
             next_counts = tl.load(counts_ptr + following + offset)
             _penalise_groups(
                 row_ptr, groups, counts, drafts_ptr, num_drafts, first, end, repetition, frequency, presence,
-                TILE, GROUP, DRAFTS, False, CACHE,
+                TILE, GROUP, DRAFTS, False,
             )  # fmt: skip
             groups = next_groups
             counts = next_counts
@@ -126,7 +128,7 @@ def _penalise_piece(
         counts = tl.load(counts_ptr + whole_end + offset, mask=whole_end + offset < end, other=0)
         _penalise_groups(
             row_ptr, groups, counts, drafts_ptr, num_drafts, whole_end, end, repetition, frequency, presence,
-            TILE, GROUP, DRAFTS, True, CACHE,
+            TILE, GROUP, DRAFTS, True,
         )  # fmt: skip
 
 
@@ -162,7 +164,6 @@ def _penalties_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     DRAFTS: tl.constexpr,
-    CACHE: tl.constexpr,
     LOGITS_ALIGN: tl.constexpr,
     COUNTS_ALIGN: tl.constexpr,
 ):
@@ -193,7 +194,7 @@ def _penalties_kernel(
                 else:
                     _penalise_piece(
                         row_ptr, words_ptr, counts_ptr, drafts_ptr, num_drafts, start, end, vocab_size,
-                        repetition, frequency, presence, TILE, GROUP, DRAFTS, CACHE,
+                        repetition, frequency, presence, TILE, GROUP, DRAFTS,
                     )  # fmt: skip
 
 
@@ -271,7 +272,6 @@ def apply_penalties(
         cdiv(tiles, pieces),
         TILE=setting.tile,
         GROUP=setting.group,
-        CACHE=setting.cache,
         DRAFTS=setting.drafts,
         LOGITS_ALIGN=_launch.vector_elements(logits.stride(0), logits.element_size()),
         COUNTS_ALIGN=_launch.vector_elements(output_bin_counts.stride(0), 4),

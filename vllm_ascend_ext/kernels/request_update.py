@@ -31,10 +31,10 @@ class _Setting:
 
 def _setting(target: Target) -> _Setting:
     if target.interpreted:
-        return _Setting(4 if target.body == "cuda" else 0, 2, 1, 1)
+        return _Setting(rows=4 if target.body == "cuda" else 0, steps=2, programs_per_core=1, num_warps=1)
     if target.body == "npu":
-        return _Setting(0, 16, 1, 1)
-    return _Setting(1, 8, 64, 1)
+        return _Setting(rows=0, steps=16, programs_per_core=1, num_warps=1)
+    return _Setting(rows=1, steps=8, programs_per_core=64, num_warps=1)
 
 
 @triton.jit

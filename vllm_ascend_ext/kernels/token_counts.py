@@ -40,10 +40,22 @@ _SHARED_BINS = 8192
 
 def _setting(target: Target) -> _Setting:
     if target.interpreted:
-        return _Setting(64, 16, 16, False, 0, 2, 1)
+        return _Setting(
+            bins=64, prompt_tokens=16, output_tokens=16, shared=False, chunk=0, programs_per_core=2, num_warps=1
+        )
     if target.body == "npu":
-        return _Setting(16384, 1024, 1024, False, 0, 1, 1)
-    return _Setting(_SHARED_BINS, 8192, 1024, True, 2048, 64, 16)
+        return _Setting(
+            bins=16384, prompt_tokens=1024, output_tokens=1024, shared=False, chunk=0, programs_per_core=1, num_warps=1
+        )
+    return _Setting(
+        bins=_SHARED_BINS,
+        prompt_tokens=8192,
+        output_tokens=1024,
+        shared=True,
+        chunk=2048,
+        programs_per_core=64,
+        num_warps=16,
+    )
 
 
 @triton.jit

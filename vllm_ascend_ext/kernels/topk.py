@@ -67,8 +67,13 @@ class _Setting:
 
 def _setting(target: Target) -> _Setting:
     if target.interpreted:
-        return _Setting(4, target.body == "cuda", 4, 1)
-    return _Setting(128, target.body == "cuda", 128, 1 if target.body == "npu" else 64)
+        return _Setting(columns=4, by_groups=target.body == "cuda", block=4, programs_per_core=1)
+    return _Setting(
+        columns=128,
+        by_groups=target.body == "cuda",
+        block=128,
+        programs_per_core=1 if target.body == "npu" else 64,
+    )
 
 
 _SIZES = ["topk_stride", "num_topk", "requested_stride", "num_columns", "num_rows"]
