@@ -337,18 +337,17 @@ class LocalBackend(Backend):
             done = self._copy(rows, self._offsets(self._session.table, slots), True, fence)
         finally:
             complete = np.cumsum(rows.totals) <= done
+            self._session.owe(lambda table: table.unpin(self._session.client, slots))
             try:
                 with self._session.changing() as table:
                     news = table.header[H.ENTERED] != entered
                     twins = table.find(rows.keys.digests) if news else np.full(len(slots), -1, np.int64)
                     publish = complete & (twins < 0)
-                    table.unpin(self._session.client, slots)
                     table.publish(slots[publish])
                     table.drop(slots[~publish])
                     stored = publish | table.in_state(twins, PUBLISHED)
                     codes[:] = np.where(complete, np.where(stored, Status.OK, Status.REFUSED), Status.CANCELLED)
             except DeadlineExceeded:
-                self._session.owe(lambda table: table.unpin(self._session.client, slots))
                 self._session.owe(lambda table: table.drop(slots))
         return codes
 

@@ -410,12 +410,15 @@ class Table:
     # -- what is derived ----------------------------------------------------------------------------------------------
 
     def rebuild(self, alive: np.uint64) -> None:
-        """Derive everything from the slots, of which unfinished ones stay only with a writer among ``alive``."""
+        """Derive everything from the slots, of which unfinished ones stay only with a writer among ``alive``.
+
+        RESERVED ones must be pinned, too: a put pins what it reserves before it lets go of the lock.
+        """
         high = int(self.header[H.HIGH])
-        state = self.state[:high]
+        state, pinned = self.state[:high], self.pinned(np.arange(high))
         unfinished = (state == RESERVED) | (state == OPEN)
         state[unfinished & ((self.writers[:high] & alive) == 0)] = DYING
-        state[(state == DYING) & ~self.pinned(np.arange(high))] = FREE
+        state[((state == DYING) | (state == RESERVED)) & ~pinned] = FREE
         self._drop_overlaps()
         live = np.flatnonzero(state)
         pages = pages_of(self.size[live])

@@ -528,6 +528,23 @@ def test_a_put_notices_a_twin_that_only_a_rebuild_made_findable(local_pool, monk
     gated.close()
 
 
+@pytest.mark.parametrize("at", ["_set_free", "pin", "_enter", "publish", "touch"])
+def test_a_put_that_is_interrupted_in_the_index_leaves_nothing_behind(local_pool, monkeypatch, at):
+    client = local_pool.open()
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Table, at, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.put({"k": A})
+    assert client.backend.ledger() == NOTHING_HELD
+    assert faults(client.backend) == []
+    assert client.put({"k": A}) == [Status.OK]
+    assert client.get(["k"], SIZE) == [A]
+
+
 def test_a_put_whose_key_was_allocated_meanwhile_is_refused(local_pool):
     gated = LocalBackend(local_pool.name, local_pool.capacity_bytes, copier=(gate := Gate()))
     client = local_pool.open()
