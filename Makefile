@@ -70,9 +70,15 @@ $(BACKENDS)/.done: requirements-backends.txt pyproject.toml
 ONLY_LOOPBACK = unshare $(if $(filter 0,$(shell id -u)),,--map-root-user) --net --pid --fork --kill-child --mount-proc \
 	sh -c 'ip link set lo up && exec "$$@"' sh
 
-backends: backends-packages $(BACKENDS)/.done ## the pool on a real Mooncake Store on loopback, in .venv-backends
+$(ENGINE)/.mooncake: $(ENGINE)/.done requirements-backends.txt
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep ^mooncake requirements-backends.txt)
+	touch $@
+
+# The first line stops here if the tests would all be skipped. They wait most of the time, so there are more workers than cores.
+backends: backends-packages $(BACKENDS)/.done $(ENGINE)/.mooncake ## the pool, then vLLM with it, on a real Mooncake Store
 	$(ONLY_LOOPBACK) $(BACKENDS)/bin/python -c 'import fixtures.mooncake as it, sys; sys.exit(it.MISSING or 0)'
-	$(ONLY_LOOPBACK) $(BACKENDS)/bin/python -m pytest -m backend tests/ut/distributed/ascend_store/backend tests/e2e/backends
+	$(ONLY_LOOPBACK) $(BACKENDS)/bin/python -m pytest -m backend -n 3 tests/ut/distributed/ascend_store/backend tests/e2e/backends
+	$(ONLY_LOOPBACK) $(ENGINE)/bin/python -m pytest -m backend tests/e2e/engine/test_mooncake.py
 
 $(ASCEND)/.done: requirements-ascend.txt requirements-ascend-compiler.txt pyproject.toml
 	$(PYTHON) -m venv $(ASCEND)
