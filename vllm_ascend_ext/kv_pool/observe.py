@@ -10,16 +10,29 @@ from collections.abc import Iterable
 logger = logging.getLogger("vllm_ascend_ext.kv_pool")
 
 
+MAX_OBSERVED = 1000
+
+
 class Stats:
-    """Thread-safe counters. ``failure`` counts a fault and logs it once, with the request that it belongs to."""
+    """Thread-safe counters and single observations.
+
+    ``failure`` counts a fault and logs it once, with the request that it belongs to.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: defaultdict[str, float] = defaultdict(float)
+        self._observed: defaultdict[str, list[float]] = defaultdict(list)
 
     def count(self, name: str, amount: float = 1) -> None:
         with self._lock:
             self._counts[name] += amount
+
+    def observe(self, name: str, value: float) -> None:
+        """Keep one observation (seconds, say) until the next ``take``, at most ``MAX_OBSERVED`` of a name."""
+        with self._lock:
+            if len(self._observed[name]) < MAX_OBSERVED:
+                self._observed[name].append(value)
 
     def failure(
         self, name: str, detail: object, requests: Iterable[str] = (), cause: BaseException | None = None
@@ -38,8 +51,9 @@ class Stats:
         with self._lock:
             return dict(self._counts)
 
-    def take(self) -> dict[str, float]:
-        """The counts since the last ``take``; starts again from nothing."""
+    def take(self) -> dict[str, float | list[float]]:
+        """The counts and, as lists, the observations since the last ``take``; starts again from nothing."""
         with self._lock:
-            counts, self._counts = dict(self._counts), defaultdict(float)
-            return counts
+            taken: dict[str, float | list[float]] = {**self._counts, **self._observed}
+            self._counts, self._observed = defaultdict(float), defaultdict(list)
+            return taken

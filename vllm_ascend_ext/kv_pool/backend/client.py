@@ -81,6 +81,7 @@ class StoreClient:
         self.backend = backend
         self.stats = stats
         self.breaker = Breaker(backoff, clock)
+        self._clock = clock
         self._checksum = checksum
 
     def exists(self, keys: Sequence[str]) -> Answer:
@@ -98,16 +99,18 @@ class StoreClient:
                 raise Cancelled("put")
             return self.backend.put(keys, *trailers.append_to(addrs, sizes), fence)
 
-        return self.call("put", len(keys), call, self.code)
+        return self._moved("put", self.call("put", len(keys), call, self.code), sizes)
 
     def get(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> Answer:
         """Load each key's segments; bytes that are not those that were saved are CORRUPT."""
         if not self._checksum:
-            return self.call("get", len(keys), lambda: self.backend.get(keys, addrs, sizes, fence), self.code)
+            answer = self.call("get", len(keys), lambda: self.backend.get(keys, addrs, sizes, fence), self.code)
+            return self._moved("get", answer, sizes)
         trailers = Trailers(keys)
         answer = self.call(
             "get", len(keys), lambda: self.backend.get(keys, *trailers.append_to(addrs, sizes), fence), self.code
         )
+        self._moved("get", answer, sizes)
         if not any(status is Status.OK for status in answer.statuses):
             return answer
         same = trailers.verify(addrs, sizes, fence)
@@ -124,7 +127,11 @@ class StoreClient:
     def forget(self, keys: Sequence[str]) -> None:
         """Remove corrupt values, or they would stay: a put of an existing key keeps the first data."""
         self.stats.count("store_get_corrupt_keys", len(keys))
-        self.call("remove", len(keys), lambda: self.backend.remove(keys), self.code)
+        self.remove(keys)
+
+    def remove(self, keys: Sequence[str]) -> Answer:
+        """Take each key out of the store."""
+        return self.call("remove", len(keys), lambda: self.backend.remove(keys), self.code)
 
     def call(
         self, name: str, n: int, call: Callable[[], Any], convert: Callable[[Any], Status], *, always: bool = False
@@ -138,12 +145,21 @@ class StoreClient:
         if not always and not self.breaker.allows():
             self.stats.count(f"store_{name}_skipped", n)
             return Answer([Status.UNAVAILABLE] * n)
+        began = self._clock.now()
         try:
             raw = check_length(call(), n, name)
             answer = Answer([convert(code) for code in raw])
         except Exception as cause:
             answer = Answer([Status.FAILED] * n, cause)
+        self.stats.observe(f"store_{name}_seconds", self._clock.now() - began)
         self._account(name, answer)
+        return answer
+
+    def _moved(self, name: str, answer: Answer, sizes: Addresses) -> Answer:
+        """Count the bytes of the keys that succeeded."""
+        moved = int(sizes[[status is Status.OK for status in answer.statuses]].sum()) if len(sizes) else 0
+        if moved:
+            self.stats.count(f"store_{name}_bytes", moved)
         return answer
 
     def _account(self, name: str, answer: Answer) -> None:

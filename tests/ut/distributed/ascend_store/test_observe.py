@@ -3,7 +3,7 @@
 import logging
 import threading
 
-from vllm_ascend_ext.kv_pool.observe import Stats
+from vllm_ascend_ext.kv_pool.observe import MAX_OBSERVED, Stats
 
 
 def test_a_failure_is_one_count_and_one_error_line_with_request_and_cause(caplog):
@@ -51,3 +51,13 @@ def test_counts_from_many_threads_add_up():
     for thread in threads:
         thread.join(60)
     assert stats.get("n") == 8000
+
+
+def test_observations_come_as_lists_and_are_bounded():
+    """A worker whose figures nobody takes must not grow."""
+    stats = Stats()
+    for number in range(MAX_OBSERVED + 5):
+        stats.observe("seconds", number)
+    taken = stats.take()
+    assert taken["seconds"] == list(range(MAX_OBSERVED))
+    assert stats.take() == {}
