@@ -82,8 +82,8 @@ def plans(only: str | None) -> Iterator[tuple[str, Workload, list[dict[str, Any]
             settings = [{"tile": t, "num_warps": w, "group": 4} | rest for t, w in shapes for rest in more]
             yield "penalties", workloads.penalties(requests, drafts, vocab_size, seen, None, dtype), settings
     if only in (None, "post_update"):
-        for rows, steps in ((1, 0), (16, 0), (64, 0), (1, 8), (1024, 8)):
-            settings = list(_product(rows=[1, 2], steps=[1, 2, 4, 8, 16], num_warps=[1], programs_per_core=[64]))
+        for rows, steps in ((1, 0), (16, 1), (1, 8), (64, 4), (16, 8), (1024, 0), (1024, 8)):
+            settings = list(_product(rows=[1, 2], steps=[4, 8, 16], num_warps=[1], programs_per_core=[64]))
             yield "request_update", workloads.post_update(rows, steps, 32_000), settings
 
 

@@ -241,7 +241,8 @@ def post_update(
     _checks.tensor("idx_mapping", idx_mapping, (_checks.ANY,), _checks.INTS)
     _checks.tensor("num_computed_tokens", num_computed_tokens, (_checks.ANY,), _checks.INTS, like=idx_mapping)
     rows, slots = idx_mapping.shape[0], num_computed_tokens.shape[0]
-    last_shape = (slots, 1) if last_sampled_tokens.dim() == 2 else (slots,)
+    flat = isinstance(last_sampled_tokens, torch.Tensor) and last_sampled_tokens.dim() == 1
+    last_shape = (slots,) if flat else (slots, 1)
     _checks.tensor("last_sampled_tokens", last_sampled_tokens, last_shape, _checks.INTS, like=idx_mapping)
     vocab_size, counts_stride = 0, 0
     if output_bin_counts is not None:
