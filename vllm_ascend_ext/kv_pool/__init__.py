@@ -3,10 +3,10 @@
 The rooms, from the ground up (each imports only from the floors below it):
 
 1. ``clock``, ``fence``, ``errors``, ``observe``, ``keys``
-2. ``config``, ``requests``, ``lookup/``, ``backend/``
-3. ``layout``, ``coordinator``
-4. ``transfer/``, ``scheduler``
-5. ``layerwise/``
+2. ``config``, ``groups``, ``requests``, ``layout``, ``calls``, ``lookup/``, ``backend/``
+3. ``coordinator``, ``orders`` (which blocks, which keys), ``outcomes`` (what failed, what can't be trusted), ``reuse``
+4. ``transfer/`` (whole blocks), ``scheduler``
+5. ``layerwise/`` (layer by layer)
 6. ``worker``
 7. ``connector``
 """

@@ -48,6 +48,8 @@ class PoolConfig(BaseModel):
     layerwise_prefetch_layers: int = Field(1, ge=1)
     layerwise_max_transfer_blocks: int | None = Field(None, ge=1)
     layerwise_max_transfer_bytes: int | None = Field(None, ge=1)
+    layerwise_num_shared_buffers: int | None = Field(None, ge=1)
+    layerwise_independent_layers: list[int] | Literal["all"] | None = None
 
     # this pool's own
     key_compat: Literal["fingerprint", "vllm-ascend"] = "fingerprint"

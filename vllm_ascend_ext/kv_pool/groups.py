@@ -64,6 +64,11 @@ class PoolSetup:
                     f"groups[{number}].block_size={group.block_size}: must be a multiple of hash_unit={self.hash_unit}"
                 )
 
+        if self.layer_reuse and (len(self.groups) > 1 or not self.only_full_attention or self.topology.world_size > 1):
+            raise ConfigError(
+                f"layerwise_num_shared_buffers={self.config.layerwise_num_shared_buffers}: allowed only with one group "
+                "of full attention on one rank"
+            )
         if self.config.checksum and not self.host_memory:
             raise ConfigError("checksum=True: allowed only where the CPU can read the caches; leave it out here")
 
@@ -81,7 +86,12 @@ class PoolSetup:
     @property
     def load_async(self) -> bool:
         """vLLM can fail a load that spans several groups only while the request waits for it."""
-        return self.config.load_async or len(self.groups) > 1
+        return (self.config.load_async and not self.layer_reuse) or len(self.groups) > 1
+
+    @property
+    def layer_reuse(self) -> bool:
+        """Layers share device buffers: what a step has computed is only in the pool when the next one begins."""
+        return self.config.use_layerwise and self.config.layerwise_num_shared_buffers is not None
 
     @property
     def only_full_attention(self) -> bool:

@@ -65,6 +65,10 @@ class BlockLayout:
         addresses = self._base[None, part] + block_ids[:, None] * self._stride[None, part]
         return addresses, np.broadcast_to(self._length[part], addresses.shape)
 
+    def layer_base(self, layer: int) -> tuple[int, ...]:
+        """Where the pieces of ``layer`` of block 0 lie: layers with the same ones share a buffer."""
+        return tuple(self.base[layer * self.per_layer : (layer + 1) * self.per_layer])
+
     def layer_offset(self, layer: int) -> int:
         """Bytes of a block's value that stand before ``layer``."""
         return int(self._length[: layer * self.per_layer].sum())

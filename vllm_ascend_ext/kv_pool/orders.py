@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from vllm_ascend_ext.kv_pool.coordinator import NULL_BLOCK, AscendStoreCoordinator
@@ -23,6 +25,8 @@ class Orders:
         """The blocks that the request's load needs."""
         load = request.load
         assert load is not None
+        if load.reload:
+            return TransferJob(load.job_id, request.req_id, (self._reload(request),))
         parts = []
         for group, table in enumerate(request.block_ids):
             indices = self._coordinator.load_blocks(group, load.vllm_cached_tokens, load.pool_cached_tokens)
@@ -51,5 +55,30 @@ class Orders:
             indices = self._coordinator.store_blocks(group, save.start_token, save.end_token, table)
             indices = self._database.own_share(indices)
             keys = self._database.keys(group, request.block_hashes, indices)
-            parts.append(GroupBlocks(group, indices, table[indices], keys))
+            part = GroupBlocks(group, indices, table[indices], keys)
+            parts.append(self._with_partial(part, request, save.tail) if save.tail > save.end_token else part)
         return TransferJob(save.job_id, request.req_id, tuple(parts))
+
+    def _reload(self, request: ReqMeta) -> GroupBlocks:
+        """All that the request has computed, of the one group that there is where layers share buffers."""
+        load = request.load
+        assert load is not None
+        size, end = self._setup.groups[0].block_size, load.pool_cached_tokens
+        indices = np.arange(end // size, dtype=np.int64)
+        keys = self._database.keys(0, request.block_hashes, indices)
+        resident = load.vllm_cached_tokens // size + (load.vllm_cached_tokens == end and end % size > 0)
+        part = GroupBlocks(0, indices, request.block_ids[0][indices], keys, resident)
+        return self._with_partial(part, request, end) if end % size else part
+
+    def _with_partial(self, part: GroupBlocks, request: ReqMeta, end: int) -> GroupBlocks:
+        """``part``, and behind it the block in which token ``end`` falls."""
+        index = end // self._setup.groups[part.group].block_size
+        key = self._database.partial_key(request.req_id, part.group, index, end)
+        indices = np.append(part.indices, index)
+        return replace(
+            part,
+            indices=indices,
+            block_ids=request.block_ids[part.group][indices],
+            keys=[*part.keys, key],
+            partial=True,
+        )

@@ -96,6 +96,8 @@ class Outcomes:
         for part, stored in zip(result.job.parts, result.stored, strict=False):
             size = self._setup.groups[part.group].block_size
             for index in part.indices[np.asarray(stored, dtype=np.bool_)].tolist():
+                if (index + 1) * size > save.end_token:  # a block that isn't full is nobody else's
+                    continue
                 first = index * size - save.start_token
                 self._stored.append(
                     StoredBlock(

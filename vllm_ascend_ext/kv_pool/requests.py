@@ -50,21 +50,26 @@ class ScheduledStep:
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """Tokens ``vllm_cached_tokens`` to ``pool_cached_tokens`` come from the pool."""
+    """Tokens ``vllm_cached_tokens`` to ``pool_cached_tokens`` come from the pool.
+
+    ``reload``: in layers that share a device buffer, those before come from there, too.
+    """
 
     job_id: int
     vllm_cached_tokens: int
     pool_cached_tokens: int
     is_async: bool
+    reload: bool = False
 
 
 @dataclass(frozen=True)
 class SaveSpec:
-    """Full blocks between two token boundaries go to the pool."""
+    """Full blocks between two token boundaries go to the pool, and then what is there of a last one up to ``tail``."""
 
     job_id: int
     start_token: int
     end_token: int
+    tail: int = 0
 
 
 @dataclass(frozen=True)

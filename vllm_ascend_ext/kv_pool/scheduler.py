@@ -6,7 +6,7 @@ an exception out of a scheduler hook would end the engine for every request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from vllm_ascend_ext.kv_pool.requests import (
     ScheduledStep,
     WorkerReport,
 )
+from vllm_ascend_ext.kv_pool.reuse import reuse_orders
 from vllm_ascend_ext.kv_pool.trust import Trust
 
 
@@ -134,9 +135,11 @@ class KVPoolScheduler:
             self._trust.loading(meta.block_ids[0][first:].tolist())
             if self._num_ranks > 1 and not meta.load.is_async:
                 self._unsettled[meta.load.job_id] = set(meta.block_ids[0].tolist())
-        lost = self._trust.plan(step.requests)
         metas = {meta.req_id: meta for meta in loads}
-        for save in [*self._late_saves(), *self._saves(step.requests)]:
+        if self._setup.layer_reuse:
+            metas = {meta.req_id: meta for meta in self._reuse_orders(step.requests, metas)}
+        lost = self._trust.plan(step.requests)
+        for save in [*self._late_saves(), *self._saves(step.requests)] if not self._setup.layer_reuse else ():
             metas[save.req_id] = _with_load(save, metas.get(save.req_id))
         return PoolMetadata(
             requests=list(metas.values()),
@@ -258,6 +261,25 @@ class KVPoolScheduler:
             save = self._save(tracker, scheduled) if tracker.withheld is None else None
             if save is not None:
                 yield save
+
+    def _reuse_orders(self, requests: Sequence[ScheduledRequest], hits: Mapping[str, ReqMeta]) -> Iterator[ReqMeta]:
+        """What a step loads and saves where layers share buffers."""
+        for scheduled in requests:
+            tracker = self._trackers.get(scheduled.req_id)
+            if tracker is None:
+                continue
+            tracker.block_ids = scheduled.block_ids
+            hit = hits.get(scheduled.req_id)
+            meta = reuse_orders(self._setup, tracker.request, scheduled, hit.load if hit else None, self._job_ids)
+            assert meta.save is not None
+            tracker.save_jobs = {meta.save.job_id: meta.save}
+            self._save_owner[meta.save.job_id] = scheduled.req_id
+            if meta.load is not None:
+                self._load_owner.pop(tracker.load_job or 0, None)
+                self._own_load(tracker, meta.load.job_id)
+                blocks = -(-meta.load.pool_cached_tokens // self._setup.granularity)
+                self._trust.loading(scheduled.block_ids[0][:blocks])
+            yield meta
 
     def _late_saves(self) -> Iterator[ReqMeta]:
         """What was withheld of requests that have ended meanwhile; their blocks are being kept."""

@@ -80,6 +80,10 @@ class ChunkedTokenDatabase:
             return [key]
         return [self.layer_keys(group, layer, [key])[0] for layer in range(len(self._layers[group]))]
 
+    def partial_key(self, req_id: str, group: int, index: int, end_token: int) -> str:
+        """The key of a block that isn't full and belongs to one request alone."""
+        return self._setup.key_scheme.partial_key(self._setup.topology, req_id, group, index, end_token)
+
     def layer_keys(self, group: int, layer: int, keys: Sequence[str]) -> list[str]:
         """The keys of one layer of the blocks that ``keys`` name."""
         return block_keys(self._layers[group][layer], keys)

@@ -6,6 +6,7 @@ digest per layer follows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,11 +22,12 @@ class LayerPlan:
     """The layers in the order of the forward pass.
 
     ``places[l]``: group of layer l and its number in that group. ``previous[l]``: the last layer before it that is kept
-    in the same device buffer, or None where a layer has a buffer of its own.
+    in the same device buffer, or None. ``shared[l]``: whether any other layer is kept there.
     """
 
-    places: tuple[tuple[int, int], ...]
-    previous: tuple[int | None, ...]
+    places: tuple[tuple[int, int], ...] = ()
+    previous: tuple[int | None, ...] = ()
+    shared: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, layouts: Sequence[BlockLayout], places: Sequence[tuple[int, int]] | None = None) -> LayerPlan:
@@ -34,18 +36,18 @@ class LayerPlan:
         order = all_places if places is None else [(group, layer) for group, layer in places]
         if sorted(order) != all_places:
             raise ConfigError(f"places={list(order)}: each layer of {all_places} is needed exactly once")
-        owner: dict[tuple[int, tuple[int, ...]], int] = {}
+        buffers = [(group, layouts[group].layer_base(layer)) for group, layer in order]
+        uses = Counter(buffers)
+        last: dict[tuple[int, tuple[int, ...]], int] = {}
         previous: list[int | None] = []
-        for number, (group, layer) in enumerate(order):
-            layout = layouts[group]
-            buffer = group, tuple(layout.base[layer * layout.per_layer : (layer + 1) * layout.per_layer])
-            previous.append(owner.get(buffer))
-            owner[buffer] = number
-        return cls(tuple(order), tuple(previous))
+        for number, buffer in enumerate(buffers):
+            previous.append(last.get(buffer))
+            last[buffer] = number
+        return cls(tuple(order), tuple(previous), tuple(uses[buffer] > 1 for buffer in buffers))
 
     @property
     def shares_buffers(self) -> bool:
-        return any(layer is not None for layer in self.previous)
+        return any(self.shared)
 
     def __len__(self) -> int:
         return len(self.places)

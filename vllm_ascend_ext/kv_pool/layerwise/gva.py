@@ -160,27 +160,30 @@ def prepare_load(load: LayerLoad, leases: Leases, client: GvaClient, sizes: Sequ
         for rows, span in load.parts(job):
             if load.as_one and load.failed:
                 return
-            keys = rows.keys[span]
-            found = client.locate(keys, sizes[rows.group])
-            _fail(load, rows, span, found.statuses, found.cause)
+            asked = _good(rows, span)
+            found = client.locate(_keys(rows, asked), sizes[rows.group])
+            _fail(load, rows, asked, found.statuses, found.cause)
+            rows.gvas[asked] = found.gvas
             good = _good(rows, span)
-            leased = leases.take([rows.keys[row] for row in good.tolist()])
-            _fail(load, rows, good, leased, None)
-            rows.gvas[span] = found.gvas
+            _fail(load, rows, good, leases.take(_keys(rows, good)), None)
             good = _good(rows, span)
             if confirm and good.size:
-                again = client.locate([rows.keys[row] for row in good.tolist()], sizes[rows.group])
-                moved = [
-                    Status.MISSING if status is Status.OK and there != here else status
-                    for status, there, here in zip(
-                        again.statuses, again.gvas.tolist(), rows.gvas[good].tolist(), strict=True
-                    )
+                again = client.locate(_keys(rows, good), sizes[rows.group])
+                moved = (again.gvas != rows.gvas[good]) & (np.asarray(again.statuses) == Status.OK)
+                statuses = [
+                    Status.MISSING if lost else status for lost, status in zip(moved, again.statuses, strict=True)
                 ]
-                _fail(load, rows, good, moved, again.cause)
+                _fail(load, rows, good, statuses, again.cause)
+
+
+def _keys(rows: BlockRows, at: IntArray) -> list[str]:
+    return [rows.keys[row] for row in at.tolist()]
 
 
 def _good(rows: BlockRows, span: slice) -> IntArray:
-    good: IntArray = np.flatnonzero(rows.statuses[span] == Status.OK) + span.start
+    """The rows of ``span`` that have to be copied and have not failed."""
+    wanted = (rows.statuses[span] == Status.OK) & ~rows.idle[span]
+    good: IntArray = np.flatnonzero(wanted) + span.start
     return good
 
 

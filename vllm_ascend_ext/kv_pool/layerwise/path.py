@@ -68,7 +68,7 @@ class LayerwisePath:
             self.recving = KVCacheStoreKeyLayerRecvingThread(setup, client, stats, clock)
         self.sending.on_fatal = self._sending_ended
         self.recving.on_fatal = self._recving_ended
-        self._plan = LayerPlan((), ())
+        self._plan = LayerPlan()
         self._step: LayerStep | None = None
         self._tails: list[tuple[Call[None], Deadline]] = []  # of steps that are over: they give back what they opened
 

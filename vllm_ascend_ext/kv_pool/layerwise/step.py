@@ -41,13 +41,16 @@ class BlockRows:
         self.statuses: IntArray = np.zeros(len(keys), dtype=np.int64)
         self.codes: IntArray = np.zeros(len(keys), dtype=np.int64)
         self.done: Mask = np.zeros(len(keys), dtype=np.bool_)
+        self.resident: Mask = np.zeros(len(keys), dtype=np.bool_)  # but for layers that share a buffer
+        self.partial: list[int] = []  # rows of blocks that aren't full
         self.twins: list[tuple[int, int]] = []  # rows of a save, and the row that writes the same key
         self.stored: Mask = np.zeros(len(keys), dtype=np.bool_)
         self.idle: Mask = np.zeros(len(keys), dtype=np.bool_)
 
-    def to_copy(self) -> IntArray:
-        """The rows that are still worth copying."""
-        return np.flatnonzero((self.statuses == Status.OK) & ~self.idle)
+    def to_copy(self, *, resident: bool = True) -> IntArray:
+        """The rows that are still worth copying, with those that are ``resident`` or without."""
+        wanted = (self.statuses == Status.OK) & ~self.idle
+        return np.flatnonzero(wanted if resident else wanted & ~self.resident)
 
 
 class LayerTransfer:
@@ -79,6 +82,11 @@ class LayerTransfer:
             BlockRows(group, keys[group], np.concatenate(ids[group]) if ids[group] else np.zeros(0, dtype=np.int64))
             for group in range(groups)
         ]
+        for number, job in enumerate(self.jobs):
+            for part, (rows, span) in zip(job.parts, self.parts(number), strict=True):
+                rows.resident[span.start : span.start + part.resident] = True
+                if part.partial:
+                    rows.partial.append(span.stop - 1)
 
     @property
     def request_ids(self) -> list[str]:
@@ -170,6 +178,10 @@ class LayerLoad(LayerTransfer):
         wait_for_buffer: Callable[[int, Deadline], None] | None = None,
     ) -> None:
         super().__init__(jobs, plan, condition)
+        if not plan.shares_buffers:
+            for rows in self.rows:
+                rows.idle |= rows.resident
+                rows.done |= rows.resident
         self.wait_for_buffer = wait_for_buffer or (lambda layer, deadline: None)
         self.as_one = as_one
         self.loaded: list[Signal[None]] = [Signal(f"the load of layer {n}", condition) for n in range(len(plan))]

@@ -42,7 +42,7 @@ class LayerThread(TransferThread, ABC):
         self._setup = setup
         self._config = setup.config
         self._clock = clock
-        self.plan = LayerPlan((), ())
+        self.plan = LayerPlan()
 
     def set_plan(self, layouts: tuple[BlockLayout, ...], plan: LayerPlan) -> None:
         """Where the caches are, and the order of the layers."""
@@ -102,13 +102,13 @@ class LayerRecvingThread(LayerThread, KVCacheTransferThread, ABC):
         for layer, (group, number) in enumerate(self.plan.places):
             if load.hopeless:
                 return
-            rows = load.rows[group]
-            if rows.to_copy().size:
+            rows, shared = load.rows[group], self.plan.shared[layer]
+            if rows.to_copy(resident=shared).size:
                 gate = load.gate_of(layer)
                 if gate is not None:
                     gate.wait(self._layer_deadline())
                 load.wait_for_buffer(layer, self._layer_deadline())
-                transfer(rows, self._staggered(rows.to_copy()), number)
+                transfer(rows, self._staggered(rows.to_copy(resident=shared)), number)
             load.loaded[layer].set(None)
 
     def _staggered(self, at: IntArray) -> IntArray:
@@ -215,6 +215,12 @@ class KVCacheStoreLayerRecvingThread(LayerRecvingThread):
                 transfer.end(cause)
                 raise
         self._gva.forget(list(dict.fromkeys(corrupt)))
+        self._drop_partial(transfer)
+
+    def _drop_partial(self, load: LayerLoad) -> None:
+        """Blocks that aren't full are saved anew by every step: what was loaded of them is of no more use."""
+        rows = [(rows, row) for rows in load.rows for row in rows.partial]
+        self._client.remove([rows.keys[row] for rows, row in rows if rows.statuses[row] == Status.OK])
 
     def _prepare_load_gvas(self, load: LayerLoad, leases: Leases) -> None:
         prepare_load(load, leases, self._gva, self._copies.value_bytes, confirm=not self._setup.checksum)

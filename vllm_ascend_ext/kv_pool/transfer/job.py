@@ -12,12 +12,18 @@ from vllm_ascend_ext.kv_pool.layout import IntArray
 
 @dataclass(frozen=True)
 class GroupBlocks:
-    """Blocks of one group: their places in the request, their ids on the device, their keys."""
+    """Blocks of one group: their places in the request, their ids on the device, their keys.
+
+    ``resident``: how many of the first are on the device already, but for layers that share a buffer. ``partial``: the
+    last one isn't full, and its key is the request's own.
+    """
 
     group: int
     indices: IntArray
     block_ids: IntArray
     keys: list[str]
+    resident: int = 0
+    partial: bool = False
 
 
 @dataclass(frozen=True)

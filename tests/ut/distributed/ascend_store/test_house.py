@@ -39,6 +39,7 @@ FLOORS = {
     "hits": 3,
     "transfer.job": 3,
     "orders": 3,
+    "reuse": 3,
     "trust": 3,
     "outcomes": 3,
     "transfer": 4,
