@@ -93,7 +93,7 @@ ascend: $(ASCEND)/.done ## the Ascend lowering check: its own tests, then our ke
 	$(MAKE) ascend-check
 
 ascend-check: $(ASCEND)/.done ## our kernels through the Ascend compiler; report in build/ascend-lowering.json
-	$(ASCEND)/bin/python -m vllm_ascend_ext.kernels.lowering check vllm_ascend_ext/kernels
+	$(ASCEND)/bin/python -m vllm_ascend_ext.kernels.lowering check --strict vllm_ascend_ext/kernels
 
 clean: ## remove what the targets made
 	rm -rf .venv .venv-* build

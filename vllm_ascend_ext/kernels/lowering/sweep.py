@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,9 +85,12 @@ def page(subject: Subject, reports: Sequence[Report], tools: Toolchain, command:
         "other settings may fare differently.",
     ]
     groups = _groups(reports)
+    settings: dict[tuple[Path, str], set[str]] = defaultdict(set)
+    for one in reports:
+        settings[_key(one)].add(one.job.case.name)
     for code in sorted(groups, key=lambda code: (list(Severity).index(KINDS[code].severity), list(KINDS).index(code))):
         lines += ["", f"## {code} ({KINDS[code].severity.value})", "", KINDS[code].meaning, ""]
-        lines += _section(groups[code], subject.root)
+        lines += _section(groups[code], subject.root, settings)
     lines += ["", f"Lower bounds in the tool's other reports come from {bound.SOURCE}; this page uses none."]
     return "\n".join(lines) + "\n"
 
@@ -111,7 +114,7 @@ def _groups(reports: Iterable[Report]) -> dict[str, list[_Where]]:
     return groups
 
 
-def _section(group: Sequence[_Where], root: Path) -> list[str]:
+def _section(group: Sequence[_Where], root: Path, settings: Mapping[tuple[Path, str], set[str]]) -> list[str]:
     """Findings of one kind, those with one remedy together: the remedy, then kernel and lines."""
     by_remedy: dict[str, list[_Where]] = defaultdict(list)
     for report, finding in group:
@@ -119,7 +122,7 @@ def _section(group: Sequence[_Where], root: Path) -> list[str]:
     lines: list[str] = []
     for remedy, some in by_remedy.items():
         lines += [f"Instead: {remedy}.", "", "| kernel | where | what |", "|---|---|---|"]
-        lines += [_row(kernel, places, root) for kernel, places in _by_kernel(some).items()]
+        lines += [_row(kernel, places, root, settings[kernel]) for kernel, places in _by_kernel(some).items()]
         lines.append("")
     return lines[:-1]
 
@@ -131,15 +134,15 @@ def _by_kernel(some: Sequence[_Where]) -> dict[tuple[Path, str], list[_Where]]:
     return kernels
 
 
-def _row(kernel: tuple[Path, str], places: Sequence[_Where], root: Path) -> str:
+def _row(kernel: tuple[Path, str], places: Sequence[_Where], root: Path, all_settings: set[str]) -> str:
     files: dict[str, dict[int, None]] = defaultdict(dict)
     for _, finding in places:
         if finding.place is not None:
             files[_relative(finding.place.file, root)][finding.place.line] = None
     where = "; ".join(f"{file}:{', '.join(map(str, sorted(numbers)))}" for file, numbers in files.items())
-    settings = dict.fromkeys(report.job.case.name for report, _ in places)
+    having = {report.job.case.name: None for report, _ in places}
+    names = "" if set(having) == all_settings else f" ({', '.join(name or 'plain' for name in having)})"
     what = "; ".join(dict.fromkeys(_what(finding) for _, finding in places))
-    names = f" ({', '.join(name for name in settings if name)})" if any(settings) else ""
     return f"| `{kernel[1]}`{names} | {where or _relative(str(kernel[0]), root)} | {what} |".replace("\n", " ")
 
 
@@ -147,11 +150,13 @@ def _what(finding: Finding) -> str:
     if " one by one" not in finding.detail:
         return finding.detail or finding.message
     operation, _, trips = finding.detail.partition(" elements one by one")[0].rpartition(": ")
-    trips = trips if len(trips) <= _READABLE else "a number of"
-    return f"{operation}, {trips} elements" if operation else f"{trips} elements"
+    # A formula of arguments alone says something to a reader, if it is short.
+    known = len(trips) <= _READABLE and not any(mark in trips for mark in ("@", "value at", "while"))
+    elements = f"{trips} elements" if known else "as many elements as the data says"
+    return f"{operation}, {elements}" if operation else elements
 
 
-#: A formula longer than this says nothing to a reader.
+#: Characters of a formula that still says something.
 _READABLE = 60
 
 

@@ -132,13 +132,11 @@ class Source:
 
     def _is_start_plus_range(self, value: str) -> bool:
         op = self.function.definition(value)
-        while op is not None and op.name in _SHAPING:
+        while op is not None and op.name in _SHAPING and op.name != "tt.splat":
             op = self.function.definition(op.operands[0])
-        if op is None or op.name == "tt.make_range":
+        if op is None or op.name in ("tt.make_range", "tt.splat", "arith.constant"):
             return True
-        if op.name != "arith.addi":
-            return self._is_scalar(value)
-        return all(self._is_start_plus_range(operand) for operand in op.operands)
+        return op.name == "arith.addi" and all(self._is_start_plus_range(operand) for operand in op.operands)
 
     def index_is_safe(self, access: Op) -> bool:
         """Whether a gather's index is valid in masked-off lanes too, as far as the source shows.

@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_ext.kernels.lowering import __main__ as command_line
-from vllm_ascend_ext.kernels.lowering import bound, excerpt, pool, report, sweep, toolchain
+from vllm_ascend_ext.kernels.lowering import bound, compare, excerpt, pool, report, sweep, toolchain
 from vllm_ascend_ext.kernels.lowering.cases import A2, Case
 from vllm_ascend_ext.kernels.lowering.check import Job, Report
 from vllm_ascend_ext.kernels.lowering.compile import Setting
 from vllm_ascend_ext.kernels.lowering.counts import Counts
 from vllm_ascend_ext.kernels.lowering.findings import KINDS, Finding, Severity, allow
 from vllm_ascend_ext.kernels.lowering.ir import Place
+from vllm_ascend_ext.kernels.lowering.jobs import UsageError
 from vllm_ascend_ext.kernels.lowering.loader import Loader, LoadError
 from vllm_ascend_ext.kernels.lowering.symbolic import Count, Term, affine, build, loop_range, number, symbol
 from vllm_ascend_ext.kernels.lowering.toolchain import Toolchain
@@ -385,3 +386,32 @@ def test_a_declaration_that_is_no_case_is_refused(tmp_path: Path, capsys: pytest
     path.write_text("LOWERING_CASES = lambda: ['k']\n")
     assert command_line.main(["check", str(path)]) == command_line.USAGE
     assert "LOWERING_CASES holds a str, and may hold Case objects only" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- two reports side by side
+
+
+def _result(kernel: str, bits: int, **launch: float | None) -> dict[str, Any]:
+    counts = {name: {"formula": "", "first_program": None, "launch": value} for name, value in launch.items()}
+    return {
+        **{"kernel": kernel, "case": "", "target": A2, "multibuffer": True, "counts": counts},
+        **{"unified_buffer_bits": {"required": bits}, "findings": [{"severity": "error"}, {"severity": "note"}]},
+    }
+
+
+def test_a_comparison_adds_up_the_kernels_of_an_operation() -> None:
+    ours = {
+        "results": [
+            _result("fold", 1000, element_trips=0, transfers=19, bytes_in=64, bytes_out=8),
+            _result("combine", 500, element_trips=21, transfers=3, bytes_in=8, bytes_out=None),
+        ]
+    }
+    theirs = {"results": [_result("ranks", 2000, element_trips=32, transfers=2, bytes_in=6, bytes_out=1)]}
+    pairs = compare.read_pairs(["# a comment", "", "both | fold + combine | ranks  # and another"])
+    assert compare.table(pairs, ours, theirs).splitlines()[2] == (
+        "| both | 1,000 / 2,000 | 21 / 32 | 22 / 2 | ? / 7 | 2 / 1 |"
+    )
+    with pytest.raises(UsageError, match="the report has no case 'scan'"):
+        compare.table(compare.read_pairs(["both | scan | ranks"]), ours, theirs)
+    with pytest.raises(UsageError, match="line 1 of the pairs: 'both' is not"):
+        compare.read_pairs(["both"])
