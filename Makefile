@@ -6,7 +6,7 @@ ENGINE := .venv-engine
 ASCEND := .venv-ascend
 BACKENDS := .venv-backends
 
-.PHONY: help venv lint test fault bench engine backends backends-packages ascend ascend-check clean
+.PHONY: help venv lint test fault bench engine bench-engine backends backends-packages ascend ascend-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,9 @@ $(ENGINE)/.done: requirements-engine.txt pyproject.toml
 
 engine: $(ENGINE)/.done ## the connector in a real vLLM engine on the CPU, in .venv-engine
 	$(ENGINE)/bin/python -m pytest -m engine tests/e2e/engine
+
+bench-engine: $(ENGINE)/.done ## time to the first token in a real engine, as ratios: build/bench-engine.json
+	$(ENGINE)/bin/python -m benchmarks.engine
 
 # Mooncake's wheel links the first four; the last one brings loopback up.
 BACKENDS_DEBIAN := libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 iproute2
