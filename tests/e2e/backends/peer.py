@@ -126,14 +126,16 @@ class _Commands:
         return list(self.backend._store._store.batch_put_session_revoke([key]))
 
     def run(self, prompts: list[list[int]], **options: Any) -> dict[str, Any]:
-        """A whole pool with a small engine on this process's client; how its requests ended, and what they loaded."""
+        """A whole pool with a small engine on this process's client; how its requests ended, what they loaded, and
+        what was counted as failed."""
         from fixtures.world import World  # takes seconds to import
 
         with tempfile.TemporaryDirectory() as folder:
             world = World.open(self.backend, folder, **options)
             requests = [world.engine.add(f"r{n}", prompt) for n, prompt in enumerate(prompts)]
             world.engine.run()
-            answer = {r.request_id: [r.state.value, r.loaded_tokens] for r in requests}
+            answer: dict[str, Any] = {r.request_id: [r.state.value, r.loaded_tokens] for r in requests}
+            answer["failed"] = {name: n for name, n in world.counters().items() if "failed" in name}
             world.close()  # the client with it
         return answer
 
