@@ -66,6 +66,7 @@ _MOONCAKE = {
     -703: Status.MISSING,  # begun, and not finished
     -704: Status.MISSING,
     -706: Status.REFUSED,
+    -707: Status.REFUSED,  # the lease ended before the bytes had come
     -800: Status.UNAVAILABLE,
     -900: Status.UNAVAILABLE,
     -901: Status.UNAVAILABLE,
