@@ -272,6 +272,7 @@ class KVPoolScheduler:
             hit = hits.get(scheduled.req_id)
             meta = reuse_orders(self._setup, tracker.request, scheduled, hit.load if hit else None, self._job_ids)
             assert meta.save is not None
+            self._forget_saves(tracker)  # of a step that was never reported
             tracker.save_jobs = {meta.save.job_id: meta.save}
             self._save_owner[meta.save.job_id] = scheduled.req_id
             if meta.load is not None:
@@ -366,10 +367,13 @@ class KVPoolScheduler:
         tracker.load_job = job_id
         self._load_owner[job_id] = tracker.request.request_id
 
-    def _forget_jobs(self, tracker: RequestTracker) -> None:
+    def _forget_saves(self, tracker: RequestTracker) -> None:
         for job_id in tracker.save_jobs:
             self._save_owner.pop(job_id, None)
             self._reported.pop(job_id, None)
+
+    def _forget_jobs(self, tracker: RequestTracker) -> None:
+        self._forget_saves(tracker)
         if tracker.load_job is not None:
             self._load_owner.pop(tracker.load_job, None)
         tracker.forget_life()
