@@ -221,9 +221,7 @@ def _adapter_failure(error: Exception) -> Failure:
 
 def _failure_in(run: Run, program: str, code: str) -> Failure:
     """What a program of the toolchain said before it gave up, or how it crashed."""
-    errors = [
-        m for m in map(_ERROR.search, run.output.splitlines()) if m and not any(w in m["text"] for w in _NOT_OURS)
-    ]
+    errors = _errors_in(run)
     if errors:
         places = [place for m in errors for place in ir.parse_location(m["location"] or "")]
         message = "; ".join(dict.fromkeys(m["text"].strip() for m in errors))
@@ -237,6 +235,12 @@ def _failure_in(run: Run, program: str, code: str) -> Failure:
     if run.crashed:
         return Failure("crash", f"{program} crashed: {message}", places[0] if places else None)
     return Failure(code, f"{program}: {message}", places[0] if places else None)
+
+
+def _errors_in(run: Run) -> list[re.Match[str]]:
+    """The errors that a program printed, but for those about the step that only CANN has."""
+    found = filter(None, map(_ERROR.search, run.output.splitlines()))
+    return [error for error in found if not any(words in error["text"] for words in _NOT_OURS)]
 
 
 def _compile(result: Lowering, source: Path, case: Case, setting: Setting, tools: Toolchain) -> None:
@@ -262,7 +266,7 @@ def _compile(result: Lowering, source: Path, case: Case, setting: Setting, tools
     overflow = _overflow_in(run)
     if overflow is not None and not any("then succeeded" in note for note in result.retries):
         result.failure = overflow
-    elif run.crashed or not final.exists():
+    elif run.crashed or not final.exists() or _errors_in(run):
         result.failure = _failure_in(run, "bishengir-compile", "compiler")
     else:
         result.stage = "hivm"

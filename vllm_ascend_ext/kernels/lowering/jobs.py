@@ -10,6 +10,7 @@ from . import pool
 from .cases import A2, A3, Case, Constant
 from .check import Job
 from .compile import Setting
+from .findings import KINDS
 from .loader import Loader, LoadError
 
 DECLARATION = "LOWERING_CASES"
@@ -114,6 +115,9 @@ def _parameters(path: Path, kernel: str) -> str:
 
 def _changed(case: Case, wanted: Wanted) -> Case:
     """The case with what the command line says instead."""
+    unknown = sorted({*case.allow, *wanted.allow} - set(KINDS))
+    if unknown:
+        raise UsageError(f"{case.title} allows {unknown}; the kinds of findings are {', '.join(KINDS)}")
     try:
         return replace(
             case,

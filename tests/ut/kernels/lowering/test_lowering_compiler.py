@@ -288,7 +288,7 @@ def test_a_crash_and_a_hang_cost_only_their_own_case(command: Any) -> None:
         "--multibuffer",
         "on",
     ]
-    code, printed, results = command("check", *specs[:2], *arguments, "--timeout", "5")
+    code, printed, results = command("check", *specs[:2], *arguments, "--timeout", "10")
     assert code == command_line.FOUND
     assert [(one["kernel"], one["findings"][0]["code"]) for one in results] == [
         ("hangs", "time-out"),

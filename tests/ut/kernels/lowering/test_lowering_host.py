@@ -164,7 +164,7 @@ def _work(piece: str, folder: Path, at_stage: Callable[[str], None]) -> str:
 def test_each_piece_ends_on_its_own() -> None:
     """A crash, an exit, an exception and a hang are told as such, and the other pieces bring their results."""
     pieces = ["good", "abort", "hang", "raise", "exit", "better"]
-    outcomes: dict[int, Any] = dict(pool.run(_work, pieces, at_once=2, timeout=5.0))
+    outcomes: dict[int, Any] = dict(pool.run(_work, pieces, at_once=2, timeout=10.0))
     died = {pieces[i]: outcome for i, outcome in outcomes.items() if isinstance(outcome, pool.Died)}
     assert sorted(died) == ["abort", "exit", "hang", "raise"]
     assert (died["abort"].how, died["abort"].output) == ("killed by SIGABRT", "last words\n")
@@ -365,6 +365,10 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
         (["{file}:k", "--arg", "x_ptr=*fp32", "--value", "x_ptr=many"], "a run-time value is a whole number"),
         (["{file}:k", "--arg", "x_ptr=*fp32", "--target", "H100"], "target 'H100': allowed are A2"),
         (["{file}:k", "--arg", "x_ptr=*fp32", "--only", "zzz"], "no case has 'zzz' in its title"),
+        (
+            ["{file}:k", "--arg", "x_ptr=*fp32", "--allow", "slow=so be it"],
+            "k allows ['slow']; the kinds of findings are",
+        ),
         (["{folder}"], "declares LOWERING_CASES"),
     ],
 )
