@@ -148,10 +148,7 @@ def _bincount(vocabulary: int) -> Iterator[Case]:
                     "OUTPUT_TOKENS": setting.output_tokens,
                 },
                 **{"CHUNK": setting.chunk, "SHARED": setting.shared},
-                **{
-                    "MASK_ALIGN": _launch.vector_elements(words, 4),
-                    "COUNTS_ALIGN": _launch.vector_elements(vocabulary, 4),
-                },
+                "COUNTS_ALIGN": _launch.vector_elements(vocabulary, 4),
             },
             {
                 **{

@@ -29,12 +29,13 @@ class _Setting:
     num_warps: int
 
 
-def _setting(target: Target) -> _Setting:
+def _setting(target: Target, width: int = 1) -> _Setting:
     if target.interpreted:
         return _Setting(rows=4 if target.body == "cuda" else 0, steps=2, programs_per_core=1, num_warps=1)
     if target.body == "npu":
         return _Setting(rows=0, steps=16, programs_per_core=1, num_warps=1)
-    return _Setting(rows=1, steps=8, programs_per_core=64, num_warps=1)
+    # Two forms: tokens that are taken together should be all of a row's, but each meets each.
+    return _Setting(rows=1, steps=8 if width <= 8 else 16, programs_per_core=64, num_warps=1)
 
 
 @triton.jit
@@ -284,7 +285,7 @@ def post_update(
         return
     if rows == 0:
         return
-    setting = _setting(target)
+    setting = _setting(target, sampled_tokens.shape[1])
     _post_update_kernel[(min(cdiv(rows, max(setting.rows, 1)), target.cores * setting.programs_per_core),)](
         idx_mapping,
         num_computed_tokens,

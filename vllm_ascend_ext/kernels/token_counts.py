@@ -159,7 +159,6 @@ def _bincount_kernel(
     PROMPT_TOKENS: tl.constexpr,
     OUTPUT_TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
-    MASK_ALIGN: tl.constexpr,
     COUNTS_ALIGN: tl.constexpr,
     SHARED: tl.constexpr,
 ):
@@ -175,7 +174,7 @@ def _bincount_kernel(
             row_ptr = tokens_ptr + slot * tokens_stride
             if piece < mask_pieces:
                 lo = piece * BINS
-                out_ptr = mask_ptr + slot * tl.multiple_of(mask_stride.to(tl.int64), MASK_ALIGN) + lo
+                out_ptr = mask_ptr + slot * mask_stride + lo
                 size = tl.minimum((vocab_size + 31) // 32 - lo, BINS)
                 if SHARED:
                     _rebuild_shared(
@@ -265,7 +264,6 @@ def bincount(
         PROMPT_TOKENS=setting.prompt_tokens,
         OUTPUT_TOKENS=setting.output_tokens,
         CHUNK=setting.chunk,
-        MASK_ALIGN=_launch.vector_elements(prompt_bin_mask.stride(0), 4),
         COUNTS_ALIGN=_launch.vector_elements(output_bin_counts.stride(0), 4),
         SHARED=setting.shared,
         **target.options(num_warps=setting.num_warps, multibuffer=False),

@@ -34,8 +34,9 @@ def test_other_sizes_compile_nothing_anew(report: dict[str, Any]) -> None:
 
 
 def test_every_kernel_was_compiled(report: dict[str, Any]) -> None:
-    """Or the count above would be of nothing: rows in pieces and whole rows are two forms of one kernel."""
-    assert list(report["first"].values()) == [3, 7, 8, 9, 10, 11]
+    """Or the count above would be of nothing: rows in pieces and whole rows are two forms of one
+    kernel, and so are up to 8 tokens of a row and more."""
+    assert list(report["first"].values()) == [3, 7, 8, 9, 10, 12]
 
 
 def test_no_kernel_has_an_atomic_on_global_memory(report: dict[str, Any]) -> None:
