@@ -153,7 +153,7 @@ class LayerTransfer:
         with self._lock:
             spans = list(self.parts(job))
             statuses = [[Status(code) for code in rows.statuses[span].tolist()] for rows, span in spans]
-            stored = [rows.stored[span].tolist() for rows, span in spans]
+            stored = [(rows.stored[span] & (rows.statuses[span] == Status.OK)).tolist() for rows, span in spans]
             failed = any(status is not Status.OK for part in statuses for status in part)
             return JobResult(self.jobs[job], statuses, stored, self.cause if failed else None)
 
