@@ -31,8 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_engine_limits() -> None:
-    """A transfer that stands still is given up after 3 s, of 30; read once by the engine."""
+    """Read by the engine: a transfer that stands still is given up after 3 s, of 30; one attempt to set up, of 3."""
     os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = "3"
+    os.environ["MC_STORE_CLIENT_SETUP_RETRIES"] = "1"
 
 
 @pytest.fixture

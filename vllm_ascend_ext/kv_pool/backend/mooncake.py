@@ -32,7 +32,7 @@ from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock
 from vllm_ascend_ext.kv_pool.errors import ConfigError, Status, as_int, check_length
 
 LIMITS = {
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # of 20, at 4.4 s each when the master is gone
+    "MC_STORE_CLIENT_SETUP_RETRIES": "3",  # of 20
     "MC_RPC_TIMEOUT_MS": "3000",  # of 30,000; for each question to the master, in setup and close too
     "MC_RPC_CONNECT_TIMEOUT_MS": "3000",
 }

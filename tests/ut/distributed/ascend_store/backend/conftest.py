@@ -186,8 +186,8 @@ def engine_pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
 
 @pytest.fixture(scope="session")
 def mooncake_master() -> Iterator[MooncakeMaster]:
-    """A running mooncake_master."""
-    with MooncakeMaster() as master:
+    """A running mooncake_master, with leases that don't keep a pool full for long."""
+    with MooncakeMaster(lease_ms=1000) as master:
         yield master
 
 
