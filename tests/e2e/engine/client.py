@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-START_SECONDS = 120.0
-ANSWER_SECONDS = 90.0
+START_SECONDS = 300.0
+ANSWER_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,7 @@ class Server:
             if select.select([self._connection], [], [], 0.2)[0]:  # the connection ends with the process
                 break
         _kill(self.pid)
+        self._connection.close()
         raise EngineError(f"the server did not start\n{self.log()[-4000:]}")
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -15,6 +15,9 @@ from .lab import POOL_BYTES, Lab, Machine, Oracle
 from .tiny_model import TinyModel
 
 HERE = Path(__file__).parent
+SECONDS = 900
+"""A test may start several engines, on a busy machine; what they do is bounded by the client's own deadlines."""
+
 MISSING = "vLLM is not installed here: the engine tier runs in an environment of its own (make engine)"
 
 
@@ -23,6 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.timeout(SECONDS))
             if not present:
                 item.add_marker(pytest.mark.skip(reason=MISSING))
 

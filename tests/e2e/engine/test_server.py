@@ -24,6 +24,7 @@ def test_the_api_server_by_its_command_line(new_lab: Callable[..., Lab], launche
         metrics = server.metrics("vllm:")
         assert metrics["vllm:ascend_store_hit_tokens_total"] == 288 + 192
         assert metrics["vllm:external_prefix_cache_hits_total"] == 288 + 192
-        assert metrics["vllm:ascend_store_operation_keys_total"] > 0
+        for name in ("keys_total", "bytes_total", "time_seconds_count", "time_seconds_sum"):
+            assert metrics[f"vllm:ascend_store_operation_{name}"] > 0, name
         assert metrics["vllm:ascend_store_lookup_timeouts_total"] == 0
         assert "vllm:ascend_store_faults_total" not in metrics
