@@ -7,7 +7,7 @@ remembered as lost until a step computes them on sound ground, and a request tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from vllm_ascend_ext.kv_pool.requests import ScheduledRequest
 
@@ -17,43 +17,61 @@ class Trust:
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
-        self._lost: set[int] = set()
+        self._lost: dict[int, int] = {}  # how many of a block's first tokens are right all the same
 
     def lose(self, blocks: Iterable[int]) -> None:
         """A load of ``blocks`` failed, or they were computed on such blocks."""
-        self._lost.update(blocks)
+        self._lost.update(dict.fromkeys(blocks, 0))
 
     def loading(self, blocks: Iterable[int]) -> None:
         """A load is about to overwrite ``blocks``; if it fails, that will be heard of."""
-        self._lost.difference_update(blocks)
+        for block in blocks:
+            self._lost.pop(block, None)
 
     def plan(self, requests: Sequence[ScheduledRequest]) -> frozenset[int]:
         """A step is planned: the lost blocks that its requests take for computed, which have to be reported as such.
 
-        A block counts as computed anew only if the request that computes it builds on sound blocks itself.
+        Tokens count as computed anew only if the request that computes them builds on sound blocks itself.
         """
         if not self._lost:
             return frozenset()
         sound, unsound = list(requests), list[ScheduledRequest]()
         while True:
-            lost = self._lost.difference(*map(self._computed, sound)).union(*map(self._computed, unsound))
-            stopped = [request for request in sound if not lost.isdisjoint(self._ground(request))]
+            lost = self._lost_after(sound, unsound)
+            stopped = [request for request in sound if any(self._missing(request, lost))]
             if not stopped:
                 break
             sound = [request for request in sound if request not in stopped]
             unsound += stopped
         self._lost = lost
-        return frozenset(lost.intersection(set().union(*map(self._ground, unsound))))
+        return frozenset(block for request in unsound for block in self._missing(request, lost))
 
     def is_lost(self, blocks: Sequence[int]) -> bool:
         """Whether one of ``blocks`` is lost."""
-        return not self._lost.isdisjoint(blocks)
+        return not self._lost.keys().isdisjoint(blocks)
 
-    def _ground(self, request: ScheduledRequest) -> Sequence[int]:
-        """The blocks that hold the tokens computed before the step."""
-        return request.block_ids[0][: -(-request.num_computed_tokens // self._size)]
+    def _lost_after(self, sound: Sequence[ScheduledRequest], unsound: Sequence[ScheduledRequest]) -> dict[int, int]:
+        lost = dict(self._lost)
+        for request in sound:
+            for block, first, end in self._computed(request):
+                if lost.get(block, -1) >= first:
+                    lost[block] = max(lost[block], end)
+        for request in unsound:
+            for block, first, _ in self._computed(request):
+                lost[block] = min(lost.get(block, self._size), first)
+        return {block: right for block, right in lost.items() if right < self._size}
 
-    def _computed(self, request: ScheduledRequest) -> Sequence[int]:
-        """The blocks that the step computes from their first token on."""
-        end = request.num_computed_tokens + request.num_scheduled_tokens
-        return request.block_ids[0][-(-request.num_computed_tokens // self._size) : -(-end // self._size)]
+    def _missing(self, request: ScheduledRequest, lost: dict[int, int]) -> Iterator[int]:
+        """The blocks of which ``request`` takes more tokens for computed than are right."""
+        before, table = request.num_computed_tokens, request.block_ids[0]
+        for index, block in enumerate(table[: -(-before // self._size)]):
+            if lost.get(block, self._size) < min(before - index * self._size, self._size):
+                yield block
+
+    def _computed(self, request: ScheduledRequest) -> Iterator[tuple[int, int, int]]:
+        """(block, first token of it, end) of what the step computes."""
+        before, table = request.num_computed_tokens, request.block_ids[0]
+        end = before + request.num_scheduled_tokens
+        for index in range(before // self._size, min(-(-end // self._size), len(table))):
+            start = index * self._size
+            yield table[index], max(before - start, 0), min(end - start, self._size)

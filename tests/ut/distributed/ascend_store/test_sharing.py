@@ -8,6 +8,7 @@ import pytest
 
 from fixtures.engine import State
 from fixtures.memory_store import MemoryStore
+from fixtures.parts import GENEROUS
 from fixtures.stores import FlakyStore, answering
 from fixtures.world import World
 from vllm_ascend_ext.kv_pool.keys import Topology
@@ -26,13 +27,13 @@ class Shared:
 
     def __init__(self, folder, topology, **engine):
         self.inner = MemoryStore()
-        filler = World.open(self.inner, folder, topology=topology)
+        filler = World.open(self.inner, folder, topology=topology, **GENEROUS)
         filler.engine.add("fill", PREFIX)
         filler.engine.run()
         filler.close()
         self.inner.reopen()
         self.store = FlakyStore(self.inner)
-        self.world = World.open(self.store, folder, topology=topology, engine=engine)
+        self.world = World.open(self.store, folder, topology=topology, engine=engine, **GENEROUS)
         self.engine = self.world.engine
         self.store.script("get", answering([-1] * 6))
         self.engine.add("a", [*PREFIX, 100], 2)
@@ -49,44 +50,57 @@ class Shared:
         return {name: request.state for name, request in self.engine.requests.items()}
 
 
+@pytest.fixture
+def share(tmp_path):
+    made = []
+
+    def make(topology, **engine):
+        made.append(Shared(tmp_path, topology, **engine))
+        return made[-1]
+
+    yield make
+    for shared in made:
+        shared.world.close()
+
+
 @pytest.fixture(params=RANKS, ids=str)
 def topology(request):
     return request.param
 
 
-def test_both_end_well(tmp_path, topology):
-    shared = Shared(tmp_path, topology)
+def test_both_end_well(share, topology):
+    shared = share(topology)
     assert set(shared.end().values()) == {State.DONE}
 
 
 @pytest.mark.parametrize("chunk", [4, 8, 12])
-def test_while_the_first_computes_them_chunk_by_chunk_the_other_does_not_run_ahead(tmp_path, topology, chunk):
-    shared = Shared(tmp_path, topology, chunk=chunk)
+def test_while_the_first_computes_them_chunk_by_chunk_the_other_does_not_run_ahead(share, topology, chunk):
+    shared = share(topology, chunk=chunk)
     assert set(shared.end().values()) == {State.DONE}
 
 
-def test_when_the_first_is_aborted_the_other_computes_them(tmp_path, topology):
-    shared = Shared(tmp_path, topology)
+def test_when_the_first_is_aborted_the_other_computes_them(share, topology):
+    shared = share(topology)
     shared.engine.step()
     shared.engine.abort("a")
     assert shared.end() == {"a": State.ABORTED, "b": State.DONE}
 
 
-def test_when_the_first_is_preempted_the_other_computes_them(tmp_path, topology):
-    shared = Shared(tmp_path, topology)
+def test_when_the_first_is_preempted_the_other_computes_them(share, topology):
+    shared = share(topology)
     shared.engine.step()
     shared.engine.preempt("a")
     assert set(shared.end().values()) == {State.DONE}
 
 
-def test_when_policy_fails_the_first_the_other_fails_too_and_nothing_is_left(tmp_path, topology):
-    shared = Shared(tmp_path, topology, policy="fail")
+def test_when_policy_fails_the_first_the_other_fails_too_and_nothing_is_left(share, topology):
+    shared = share(topology, policy="fail")
     assert set(shared.end().values()) == {State.FAILED}
 
 
-def test_a_rank_whose_own_load_was_well_saves_nothing_of_what_another_rank_computed_on_rubbish(tmp_path):
+def test_a_rank_whose_own_load_was_well_saves_nothing_of_what_another_rank_computed_on_rubbish(share):
     """Ranks exchange what they compute: a load that fails on one of them spoils the step of all."""
-    shared = Shared(tmp_path, Topology(tp_size=2, num_kv_heads=2))
+    shared = share(Topology(tp_size=2, num_kv_heads=2))
     shared.engine.step()
     assert shared.store.calls("put") == []
     shared.end()

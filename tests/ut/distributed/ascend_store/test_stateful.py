@@ -12,9 +12,17 @@ import threading
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from fixtures.clock import ManualClock
 from fixtures.engine import MiniEngine, State
@@ -36,13 +44,21 @@ PREFIX = 24
 
 TIMEOUT = 10.0
 
-TOPOLOGIES = [
-    *[Topology(num_kv_heads=8)] * 3,
-    Topology(tp_size=2, num_kv_heads=2),
-    Topology(tp_size=4, num_kv_heads=2),
-    Topology(tp_size=4, num_kv_heads=1),
-    Topology(pp_size=2, num_kv_heads=8),
-]
+ONE, TWO, FOUR = Topology(num_kv_heads=8), Topology(tp_size=2, num_kv_heads=2), Topology(tp_size=4, num_kv_heads=2)
+
+SETTINGS = {
+    "one rank": {"topology": ONE},
+    "one rank in chunks": {"topology": ONE, "chunk": 6, "lanes": 1},
+    "one rank asynchronously": {"topology": ONE, "load_async": True, "save_decode_cache": True},
+    "two ranks": {"topology": TWO},
+    "two ranks in chunks": {"topology": TWO, "chunk": 8},
+    "two stages": {"topology": Topology(pp_size=2, num_kv_heads=8), "save_decode_cache": True},
+    "two ranks asynchronously": {"topology": TWO, "load_async": True, "lanes": 1},
+    "four ranks that take turns": {"topology": FOUR, "prefix_caching": False},
+    "requests fail": {"topology": ONE, "policy": "fail"},
+    "requests fail asynchronously": {"topology": FOUR, "policy": "fail", "load_async": True},
+}
+"""What an engine is like; each has its own stories."""
 
 
 class Fatal(BaseException):
@@ -72,7 +88,8 @@ FAULTS = {
 LIES = {"wrong bytes": wrong_bytes, "nothing copied": codes(list)}
 """Of get alone: for an existence check or a put these would be lies that nobody can find out."""
 
-GET_FAULTS = st.sampled_from(sorted(FAULTS | LIES))
+LIES_AND_FAULTS = LIES | FAULTS
+GET_FAULTS = st.sampled_from(sorted(LIES_AND_FAULTS))
 PROMPTS = st.lists(
     st.tuples(st.sampled_from([24, 24, 20, 17, 8, 3]), st.sampled_from([9, 5, 1, 0]), st.integers(1, 6)),
     min_size=1,
@@ -101,6 +118,8 @@ class BoundedLookup:
 
 
 class Pool(RuleBasedStateMachine):
+    options: dict
+
     def __init__(self):
         super().__init__()
         self.folder = tempfile.mkdtemp()
@@ -115,34 +134,32 @@ class Pool(RuleBasedStateMachine):
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
-    @initialize(
-        topology=st.sampled_from(TOPOLOGIES),
-        load_async=st.booleans(),
-        save_decode_cache=st.booleans(),
-        policy=st.sampled_from(["recompute", "fail"]),
-        chunk=st.sampled_from([1 << 30, 4, 6]),
-        lanes=st.sampled_from([1, 2]),
-        prefix_caching=st.booleans(),
-    )
-    def start(self, topology, load_async, save_decode_cache, policy, chunk, lanes, prefix_caching):
-        self.options = {"policy": policy, "chunk": chunk, "prefix_caching": prefix_caching, "num_blocks": 200}
+    @initialize(faults=st.lists(GET_FAULTS, max_size=2), prompts=PROMPTS)
+    def start(self, faults, prompts):
+        """The pool holds the prefixes of both families, and the first loads of them may fail."""
+        options = dict(self.options)
+        self.engine_options = {
+            "policy": options.pop("policy", "recompute"),
+            "chunk": options.pop("chunk", 1 << 30),
+            "prefix_caching": options.pop("prefix_caching", True),
+            "num_blocks": 200,
+        }
         self.setup_ = make_setup(
             self.folder,
-            topology=topology,
-            load_async=load_async,
-            save_decode_cache=save_decode_cache,
-            lanes=lanes,
             load_timeout=TIMEOUT,
             save_timeout=TIMEOUT,
             store_backoff=1.5,
             start_timeout=60.0,
             close_timeout=60.0,
+            **options,
         )
         self.open()
         for family in range(2):
             self.engine.add(f"fill{family}", range(100 * family, 100 * family + PREFIX))
         self.finish_engine()
         self.open()
+        self.store.script("get", *(LIES_AND_FAULTS[fault] for fault in faults))
+        self.arrive(0, prompts, 1)
 
     def open(self):
         self.inner.reopen()
@@ -155,7 +172,7 @@ class Pool(RuleBasedStateMachine):
             wait = worker.wait_for_loads
             worker.wait_for_loads = lambda timeout, wait=wait: None if self.gates else wait(timeout)
         scheduler = KVPoolScheduler(self.setup_, BoundedLookup(workers[0], self.clock))
-        self.world = World(self.setup_, MiniEngine(self.setup_, scheduler, workers, **self.options), workers)
+        self.world = World(self.setup_, MiniEngine(self.setup_, scheduler, workers, **self.engine_options), workers)
 
     @property
     def engine(self):
@@ -187,7 +204,7 @@ class Pool(RuleBasedStateMachine):
     )
     def arrive_to_a_load_that_fails(self, fault, on_ranks, family, prompts, then, which):
         """On the first rank that loads, or on the first two; then one of the requests may go."""
-        self.store.script("get", *[(FAULTS | LIES)[fault]] * on_ranks)
+        self.store.script("get", *[LIES_AND_FAULTS[fault]] * on_ranks)
         self.arrive(family, prompts, 1)
         if then != "go on":
             getattr(self, then)(which)
@@ -200,12 +217,14 @@ class Pool(RuleBasedStateMachine):
             self.engine.step()
             self.check_announced()
 
-    @rule(which=st.integers(0, 100))
+    @rule(how=st.sampled_from(["abort", "preempt"]), which=st.integers(0, 20))
+    def go_away(self, how, which):
+        getattr(self, how)(which)
+
     def abort(self, which):
         if live := self.live():
             self.engine.abort(live[which % len(live)].request_id)
 
-    @rule(which=st.integers(0, 100))
     def preempt(self, which):
         if running := [request for request in self.live() if request.state is State.RUNNING]:
             self.engine.preempt(running[which % len(running)].request_id)
@@ -218,18 +237,15 @@ class Pool(RuleBasedStateMachine):
 
     # -- what goes wrong --------------------------------------------------------------------------------------------
 
-    @rule(method=st.sampled_from(["exists", "put", "get", "remove"]), fault=st.sampled_from(sorted(FAULTS)))
-    def fail_once(self, method, fault):
-        self.store.script(method, FAULTS[fault])
-
     @rule(
-        method=st.sampled_from(["exists", "put", "get"]), fault=st.sampled_from(sorted(FAULTS)), steps=st.integers(1, 3)
+        method=st.sampled_from(["get", "put", "exists", "remove"]),
+        fault=st.sampled_from(sorted(FAULTS)),
+        calls=st.sampled_from([1, 2, 6, 20]),
+        steps=st.integers(0, 2),
     )
-    def fail_for_a_while(self, method, fault, steps):
-        self.store.always(method, FAULTS[fault])
+    def fail(self, method, fault, calls, steps):
+        self.store.script(method, *[FAULTS[fault]] * calls)
         self.steps(steps)
-        if steps < 3:  # otherwise until the next one
-            self.store.always(method, None)
 
     @precondition(lambda self: len(self.gates) < 3)
     @rule(method=st.sampled_from(["exists", "put", "get"]))
@@ -256,9 +272,9 @@ class Pool(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1000), several=st.booleans())
     def evict(self, which, several):
-        keys = sorted(self.inner.values)
-        for key in keys[which % len(keys) :: 3] if several and keys else keys[which % max(len(keys), 1) :][:1]:
-            self.inner.values.pop(key, None)
+        if keys := sorted(self.inner.values):
+            for key in keys[which % len(keys) :: 3] if several else [keys[which % len(keys)]]:
+                del self.inner.values[key]
 
     @rule(which=st.integers(0, 1000), byte=st.integers(0, 1000))
     def corrupt(self, which, byte):
@@ -336,12 +352,18 @@ class Pool(RuleBasedStateMachine):
             self.finish_engine()
 
 
-Pool.TestCase.settings = settings(
-    max_examples=int(os.environ.get("STATEFUL_EXAMPLES", "100")),
-    stateful_step_count=25,
+STORIES = settings(
+    max_examples=int(os.environ.get("STATEFUL_EXAMPLES", "20")),
+    stateful_step_count=15,
     deadline=None,
     derandomize="STATEFUL_EXAMPLES" not in os.environ,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    suppress_health_check=list(HealthCheck),
 )
-TestPool = Pool.TestCase
+"""Quick and always the same; with STATEFUL_EXAMPLES set, that many new ones of each kind of engine."""
+
+
+@pytest.mark.parametrize("kind", sorted(SETTINGS))
+def test_whatever_happens_the_laws_hold(kind):
+    machine = type(f"Pool{kind.title().replace(' ', '')}", (Pool,), {"options": SETTINGS[kind]})
+    run_state_machine_as_test(machine, settings=STORIES)

@@ -39,6 +39,23 @@ def test_what_the_first_request_has_not_reached_yet_is_still_lost():
     assert not subject.is_lost([1, 2])
 
 
+def test_a_block_that_is_computed_in_part_is_ground_as_far_as_it_goes():
+    """Its first tokens are right for the request that computes them, and the others are not there for anybody yet."""
+    subject = trust(2)
+    assert subject.plan([going_on("a", [1, 2], 4, 2), going_on("b", [1, 2, 7], 8)]) == {2}
+    assert subject.is_lost([2])
+    assert subject.plan([going_on("a", [1, 2], 6, 1)]) == frozenset()
+    assert subject.plan([going_on("a", [1, 2], 7, 1), going_on("b", [1, 2, 7], 8)]) == frozenset()
+    assert not subject.is_lost([2])
+
+
+def test_tokens_behind_a_gap_do_not_make_a_block_right():
+    subject = trust(2)
+    subject.plan([going_on("a", [1, 2], 4, 1)])
+    assert subject.plan([going_on("b", [1, 2], 6, 2)]) == {2}
+    assert subject.is_lost([2])
+
+
 def test_what_is_computed_on_a_lost_block_is_lost():
     subject = trust(2)
     subject.plan([going_on("b", [1, 2, 7], 8)])
@@ -70,23 +87,39 @@ def test_without_a_loss_nothing_is_lost():
 @settings(deadline=None)
 @given(
     lost=st.sets(st.integers(1, 8)),
-    requests=st.lists(
-        st.tuples(st.lists(st.integers(1, 8), min_size=1, max_size=5, unique=True), st.integers(0, 19)), max_size=4
+    steps=st.lists(
+        st.lists(
+            st.tuples(
+                st.lists(st.integers(1, 8), min_size=1, max_size=5, unique=True), st.integers(0, 19), st.integers(1, 9)
+            ),
+            max_size=3,
+        ),
+        min_size=1,
+        max_size=4,
     ),
 )
-def test_whatever_is_planned_nobody_builds_on_a_lost_block_unreported(lost, requests):
-    """The law: with the stopped requests taken out, every ground is sound or computed by one that is."""
-    planned = [
-        going_on(str(number), table, min(before, len(table) * BLOCK - 1), 1)
-        for number, (table, before) in enumerate(requests)
-    ]
+def test_whatever_is_planned_nobody_builds_on_a_wrong_token_unreported(lost, steps):
+    """The law, token by token: right is what was never lost, and what is computed on right tokens alone."""
     subject = trust(*lost)
-    reported = subject.plan(planned)
-    grounds = {r.req_id: set(r.block_ids[0][: -(-r.num_computed_tokens // BLOCK)]) for r in planned}
-    unstopped = [r for r in planned if not grounds[r.req_id] & reported]
-    anew = {
-        block
-        for r in unstopped
-        for block in r.block_ids[0][-(-r.num_computed_tokens // BLOCK) : -(-(r.num_computed_tokens + 1) // BLOCK)]
-    }
-    assert not any(grounds[r.req_id] & (lost - anew) for r in unstopped)
+    wrong = {(block, offset) for block in lost for offset in range(BLOCK)}
+    for requests in steps:
+        planned = [
+            going_on(str(number), table, (b := min(before, len(table) * BLOCK - 1)), min(n, len(table) * BLOCK - b))
+            for number, (table, before, n) in enumerate(requests)
+        ]
+        reported = subject.plan(planned)
+        grounds = {r.req_id: tokens(r, 0, r.num_computed_tokens) for r in planned}
+        computed = {
+            r.req_id: tokens(r, r.num_computed_tokens, r.num_computed_tokens + r.num_scheduled_tokens) for r in planned
+        }
+        stopped = {r.req_id for r in planned if reported & {block for block, _ in grounds[r.req_id]}}
+        for name in grounds.keys() - stopped:
+            wrong -= computed[name]
+        for name in stopped:
+            wrong |= computed[name]
+        assert not any(grounds[name] & wrong for name in grounds.keys() - stopped)
+
+
+def tokens(request, start, end):
+    """(block, offset in it) of the tokens ``start`` to ``end``."""
+    return {(request.block_ids[0][token // BLOCK], token % BLOCK) for token in range(start, end)}
