@@ -89,46 +89,47 @@ def test_ids_outside_the_vocabulary_set_no_bit_and_count_nothing(each: Impl, voc
 
 
 def test_equal_tokens_add_up(each: Impl) -> None:
-    """All 300 output tokens are the same one; every lane of every tile hits one counter."""
-    _, counts = _run(each, [[9] * 300], [0], 100)
+    """All output tokens are the same one; every lane of every tile hits one counter."""
+    number = 3000 if each.on_device else 40
+    _, counts = _run(each, [[9] * number], [0], 60)
     assert counts[0].nonzero().tolist() == [[9]]
-    assert counts[0, 9] == 300
+    assert counts[0, 9] == number
 
 
 def test_every_token_once_in_the_prompt_and_in_the_output(each: Impl) -> None:
     """Every bit of every word, bit 31 included, and the last token of a vocabulary that fills no word."""
-    tokens = [*range(100), *range(100)]
-    mask, counts = _run(each, [tokens], [100], 100)
-    assert mask.tolist() == [[-1, -1, -1, 0b1111]]
-    assert counts.tolist() == [[1] * 100]
+    tokens = [*range(70), *range(70)]
+    mask, counts = _run(each, [tokens], [70], 70)
+    assert mask.tolist() == [[-1, -1, 0b111111]]
+    assert counts.tolist() == [[1] * 70]
 
 
 def test_twenty_runs_give_the_same_bits(impl: Impl) -> None:
     """B28."""
     generator = torch.Generator().manual_seed(1)
-    size, length = (150_001, 5000) if impl.on_device else (200, 50)
-    tokens = torch.randint(0, size, (4, length), generator=generator).to(impl.device)
-    lengths = torch.full((4,), length, device=impl.device)
+    slots, size, length = (4, 150_001, 5000) if impl.on_device else (1, 70, 12)
+    tokens = torch.randint(0, size, (slots, length), generator=generator).to(impl.device)
+    lengths = torch.full((slots,), length, device=impl.device)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        mask = torch.full((4, -(-size // 32)), -1, dtype=torch.int32, device=impl.device)
-        counts = torch.full((4, size), 7, dtype=torch.int32, device=impl.device)
-        order = torch.arange(4, device=impl.device)
+        mask = torch.full((slots, -(-size // 32)), -1, dtype=torch.int32, device=impl.device)
+        counts = torch.full((slots, size), 7, dtype=torch.int32, device=impl.device)
+        order = torch.arange(slots, device=impl.device)
         bincount(order, tokens, lengths // 2, lengths, mask, counts, length, impl=impl.forced)
         return mask, counts
 
-    assert_repeatable(run, times=20 if impl.on_device else 5)
+    assert_repeatable(run)
 
 
 def test_permuting_the_slots_changes_nothing(impl: Impl) -> None:
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, 130, (5, 60), generator=generator).to(impl.device)
-    lengths = torch.tensor([60, 0, 17, 33, 59], device=impl.device)
+    tokens = torch.randint(0, 130, (5, 20), generator=generator).to(impl.device)
+    lengths = torch.tensor([20, 0, 7, 13, 19], device=impl.device)
     results = []
     for mapping in (torch.arange(5), torch.tensor([3, 1, 4, 0, 2])):
         mask = torch.zeros(5, 5, dtype=torch.int32, device=impl.device)
         counts = torch.zeros(5, 130, dtype=torch.int32, device=impl.device)
-        bincount(mapping.to(impl.device), tokens, lengths // 2, lengths, mask, counts, 60, impl=impl.forced)
+        bincount(mapping.to(impl.device), tokens, lengths // 2, lengths, mask, counts, 20, impl=impl.forced)
         results.append((mask, counts))
     assert_same(results[1][0], results[0][0])
     assert_same(results[1][1], results[0][1])
