@@ -123,7 +123,7 @@ def penalties(
     rows = requests * (drafts or 1)
     words = -(-vocab_size // 32)
     logits_bytes, bins_bytes = rows * vocab_size * dtype.itemsize, requests * (vocab_size * 4 + words * 4)
-    arguments = []
+    arguments, sectors = [], 0
     for i, logits in enumerate(_logits(rows, vocab_size, dtype, rotation(logits_bytes + bins_bytes))):
         if seen == "typical":
             counts = torch.zeros(requests, vocab_size, dtype=torch.int32, device=CUDA)
@@ -132,6 +132,9 @@ def penalties(
             mask = torch.zeros(requests, words * 32, dtype=torch.bool, device=CUDA)
             mask.scatter_(1, _ids(requests, 2000, vocab_size=vocab_size, seed=i + 1), True)
             prompt = (mask.view(requests, words, 32).long() << torch.arange(32, device=CUDA)).sum(2).to(torch.int32)
+            per_sector = 32 // dtype.itemsize
+            changed = mask[:, : vocab_size // per_sector * per_sector] | (counts > 0)
+            sectors = int(changed.view(requests, -1, per_sector).any(2).sum()) * (drafts or 1)
         else:
             counts = 1 + _ids(requests, vocab_size, vocab_size=3, seed=i, dtype=torch.int32)
             prompt = _random_words(requests, vocab_size, 0.5, i)
@@ -149,7 +152,7 @@ def penalties(
                 counts,
             )
         )
-    floor = bins_bytes + (2 * logits_bytes if seen == "every token" else 0)
+    floor = bins_bytes + (2 * logits_bytes if seen == "every token" else 2 * 32 * sectors)
     name = f"{requests}{f' x {drafts} drafts' if drafts else ''} x {vocab_size:,} {str(dtype)[6:]}, {seen} seen"
     notes = {"all_bytes": bins_bytes + 2 * logits_bytes}
     return Workload("apply_penalties", name, floor, arguments, target=target, notes=notes)
@@ -217,9 +220,9 @@ def all_workloads(only: str | None = None) -> Iterator[Workload]:
             lambda: bitmask(256, 151_936, f32, 0.01, 0.5),
             lambda: bitmask(256, 151_936, f32, 0.5, None),
             lambda: bitmask(256, 151_936, f32, 0.9, 0.8),
-            lambda: bitmask(256, 128_256, bf16, 0.01, 0.35),
+            lambda: bitmask(256, 128_256, bf16, 0.01, None),
             lambda: bitmask(256, 128_256, bf16, 0.5, 0.35),
-            lambda: bitmask(256, 128_256, bf16, 0.9, 0.35),
+            lambda: bitmask(256, 128_256, bf16, 0.9, None),
             lambda: bitmask(32, 151_936, f32, 0.01, None),
         ],
         "bincount": [
