@@ -322,7 +322,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self.worker.take_report()
-        return AscendStoreWorkerMetadata(report) if report.saved_until or report.failed_loads else None
+        return AscendStoreWorkerMetadata(report) if report != WorkerReport() else None
 
     @property
     def _orders(self) -> PoolMetadata:
