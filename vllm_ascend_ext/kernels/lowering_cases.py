@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from . import _launch, bitmask, logprobs, penalties, request_update, token_counts, topk
 from ._launch import Target, cdiv
-from .lowering.cases import Case, Constant
+from .lowering.cases import A2, Case, Constant
 
 CORES = 40
 NPU = Target("npu", interpreted=False, cores=CORES)
@@ -234,8 +234,10 @@ def _of_vocabularies() -> Iterator[Case]:
             code = (case.kernel, case.signature, case.constants)
             if code not in seen:
                 seen.append(code)
-                where = "" if vocabulary == SHOWN_VOCABULARY else f", vocabulary {vocabulary:,}"
-                yield replace(case, name=case.name + where)
+                if vocabulary == SHOWN_VOCABULARY:
+                    yield case
+                else:
+                    yield replace(case, name=f"{case.name}, vocabulary {vocabulary:,}", targets=(A2,))
 
 
 LOWERING_CASES = [*_of_vocabularies(), *_post_update(), *_topk()]

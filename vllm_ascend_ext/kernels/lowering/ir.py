@@ -14,6 +14,7 @@ The text must be printed with ``PRINT_FLAGS``: one operation a line, SSA names u
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -105,7 +106,8 @@ def parse_type(text: str) -> Type | None:
     return Type(dims, element, space[1] if space else "")
 
 
-def split_top_level(text: str, separator: str = ",") -> list[str]:
+@functools.lru_cache(maxsize=65_536)  # the types of a module's operations are few, and repeat
+def split_top_level(text: str, separator: str = ",") -> tuple[str, ...]:
     """Split at ``separator`` outside brackets and strings; blanks around the parts are dropped."""
     parts, start, depth, index = [], 0, 0, 0
     while index < len(text):
@@ -121,7 +123,7 @@ def split_top_level(text: str, separator: str = ",") -> list[str]:
             start = index + 1
         index += 1
     last = text[start:].strip()
-    return [*parts, last] if last else parts
+    return (*parts, last) if last else tuple(parts)
 
 
 def _end_of_string(text: str, start: int) -> int:
@@ -295,6 +297,6 @@ def _read_tail(op: Op, text: str) -> None:
         rest = rest[:at]
     rest = rest.removeprefix(":").lstrip()
     end = _end_of_bracket(rest, 0)
-    op.operand_types = tuple(split_top_level(rest[1:end]))
+    op.operand_types = split_top_level(rest[1:end])
     after = rest[end + 1 :].strip().removeprefix("->").strip()
-    op.result_types = tuple(split_top_level(after[1:-1] if after.startswith("(") else after))
+    op.result_types = split_top_level(after[1:-1] if after.startswith("(") else after)

@@ -51,7 +51,7 @@ def test_a_case_gives_every_parameter_a_type_or_a_value(case: Case) -> None:
     names, constants = parameters(case)
     assert set(case.signature) | set(case.constants) == names
     assert constants <= set(case.constants)
-    assert case.targets == TARGETS
+    assert case.targets == (TARGETS if "vocabulary" not in case.name else (A2,))
 
 
 @pytest.fixture(scope="module")
