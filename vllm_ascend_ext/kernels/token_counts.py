@@ -94,6 +94,7 @@ _DECLARE = tl.constexpr(
     f".shared .align 16 .b32 vllm_ascend_ext_bins[{_SHARED_BINS}]; mov.u32 $0, vllm_ascend_ext_bins;"
 )
 _CLEAR_4 = tl.constexpr("{ .reg .b32 z; mov.u32 z, 0; st.shared.v4.b32 [$1], {z, z, z, z}; mov.u32 $0, 0; }")
+_LOAD = tl.constexpr("ld.shared.b32 $0, [$1];")
 _LOAD_4 = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
 _ADD = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }")
 _OR = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.or.b32 [$1], $2; mov.u32 $0, 0; }")
@@ -119,20 +120,27 @@ def _rebuild_shared(
     tl.debug_barrier()
     for first in range(start, end, TOKENS):
         index, mine, shift = _look_at(tokens_ptr, first, end, lo, vocab_size, BINS, TOKENS, BITS)
-        address = base + index * 4
+        counter = base + index * 4
         if BITS:
             value = tl.where(mine, 1 << shift, 0)
-            tl.inline_asm_elementwise(_OR, "=r,r,r", [address, value], tl.int32, is_pure=False, pack=1)
+            tl.inline_asm_elementwise(_OR, "=r,r,r", [counter, value], tl.int32, is_pure=False, pack=1)
         else:
             value = tl.where(mine, 1, 0)
-            tl.inline_asm_elementwise(_ADD, "=r,r,r", [address, value], tl.int32, is_pure=False, pack=1)
+            tl.inline_asm_elementwise(_ADD, "=r,r,r", [counter, value], tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
     offset = tl.arange(0, CHUNK)
-    whole = size // CHUNK * CHUNK
-    for first in range(0, whole, CHUNK):
-        tl.store(out_ptr + first + offset, _load_shared(base + first * 4, CHUNK))
-    if whole < size:
-        tl.store(out_ptr + whole + offset, _load_shared(base + whole * 4, CHUNK), mask=whole + offset < size)
+    if BITS:
+        # Few, and rows of words often don't start on 16 bytes: one word a thread.
+        for first in range(0, size, CHUNK):
+            address = base + (first + offset) * 4
+            words = tl.inline_asm_elementwise(_LOAD, "=r,r", [address], tl.int32, is_pure=False, pack=1)
+            tl.store(out_ptr + first + offset, words, mask=first + offset < size)
+    else:
+        whole = size // CHUNK * CHUNK
+        for first in range(0, whole, CHUNK):
+            tl.store(out_ptr + first + offset, _load_shared(base + first * 4, CHUNK))
+        if whole < size:
+            tl.store(out_ptr + whole + offset, _load_shared(base + whole * 4, CHUNK), mask=whole + offset < size)
     tl.debug_barrier()
 
 
