@@ -282,7 +282,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         names = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         places = forward_order(names)
         self._layers = {name: number for number, name in enumerate(places)}
-        layouts = block_layouts(names, kv_caches, self._kv_cache_config.num_blocks)
+        config = self._kv_cache_config
+        layouts = block_layouts(names, kv_caches, config.num_blocks, str(config.kv_cache_layout or ""))
         self.worker.register_kv_caches(layouts, list(places.values()))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -20,6 +20,7 @@ from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.groups import CacheGroup, GroupKind, PoolSetup
 from vllm_ascend_ext.kv_pool.keys import BytesIdentity, Topology
 from vllm_ascend_ext.kv_pool.layout import BlockLayout
+from vllm_ascend_ext.kv_pool.shards import head_parts
 
 _FULL = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _SLIDING = frozenset({"sliding_window", "sliding_window_mla"})
@@ -78,7 +79,7 @@ def pool_setup(vllm_config: Any, caches: CacheFacts, ranks: Ranks) -> PoolSetup:
     events = getattr(vllm_config, "kv_events_config", None)
     return PoolSetup(
         config=config,
-        identity=_identity(config, vllm_config.model_config, caches),
+        identity=_identity(config, vllm_config.model_config, caches, head_parts(config, topology)),
         groups=tuple(_group(number, group, topology.dcp_size) for number, group in enumerate(caches.groups)),
         hash_unit=caches.hash_unit,
         topology=topology,
@@ -89,9 +90,9 @@ def pool_setup(vllm_config: Any, caches: CacheFacts, ranks: Ranks) -> PoolSetup:
 
 
 def block_layouts(
-    groups: Sequence[Sequence[str]], kv_caches: Mapping[str, Any], num_blocks: int
+    groups: Sequence[Sequence[str]], kv_caches: Mapping[str, Any], num_blocks: int, layout: str = ""
 ) -> tuple[BlockLayout, ...]:
-    """One layout per group, of the layers named in ``groups``.
+    """One layout per group, of the layers named in ``groups``; ``layout``: vLLM's name of the order of their axes.
 
     A cache is a tensor (num_blocks * n, ...) or a sequence of such tensors (K and V apart, several states); n kernel
     blocks make up a block. Raises ConfigError for a layer that was not registered or whose shape doesn't fit.
@@ -105,8 +106,15 @@ def block_layouts(
         if len({len(segments) for segments in layers}) != 1:
             raise ConfigError(f"kv_caches: the layers of group {number} differ in their number of pieces per block")
         base, length, stride = zip(*(piece for segments in layers for piece in segments), strict=True)
-        layouts.append(BlockLayout(base, length, stride, num_blocks, per_layer=len(layers[0])))
+        layouts.append(BlockLayout(base, length, stride, num_blocks, len(layers[0]), _heads_first(layout)))
     return tuple(layouts)
+
+
+def _heads_first(layout: str) -> bool | None:
+    """Whether heads (H) come before tokens (N) within a block, and next to them; tokens do where nothing is said."""
+    if "H" not in layout:
+        return False
+    return True if "HN" in layout else False if "NH" in layout else None
 
 
 def forward_order(groups: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
@@ -163,14 +171,14 @@ def _group(number: int, group: GroupSpec, dcp_size: int) -> CacheGroup:
     )
 
 
-def _identity(config: PoolConfig, model: Any, caches: CacheFacts) -> BytesIdentity:
+def _identity(config: PoolConfig, model: Any, caches: CacheFacts, parts: int) -> BytesIdentity:
     """What changes the bytes under one prefix of tokens: the model, its configuration, and the caches' form."""
     layers = [layer for group in caches.groups for layer in _layer_specs(group.spec)]
     return BytesIdentity(
         model_path=config.model_id or str(model.model),
         kv_dtype=",".join(sorted({_dtype(layer) for layer in layers})),
         block_sizes=tuple(group.spec.block_size for group in caches.groups),
-        cache_shapes=tuple(_shape(group.spec) for group in caches.groups),
+        cache_shapes=tuple(_shape(group.spec, parts) for group in caches.groups),
         extra=f"revision={model.revision};quantization={model.quantization};config={_config_digest(model)};"
         f"layout={caches.layout}",
     )
@@ -187,10 +195,13 @@ def _dtype(spec: Any) -> str:
     return "/".join(str(dtype) for dtype in dtypes) + (f":{int(quantization)}" if quantization else "")
 
 
-def _shape(spec: Any) -> tuple[int, ...]:
-    """Page size and per-rank heads; one entry per distinct layer, so that pipeline ranks agree."""
-    names = ("page_size_bytes", "num_kv_heads", "head_size", "head_size_v")
-    shapes = {tuple(int(getattr(layer, name, None) or 0) for name in names) for layer in _layer_specs(spec)}
+def _shape(spec: Any, parts: int) -> tuple[int, ...]:
+    """Page size and heads of one of a rank's ``parts``; one entry per distinct layer, so that pipeline ranks agree."""
+    names = {"page_size_bytes": parts, "num_kv_heads": parts, "head_size": 1, "head_size_v": 1}
+    shapes = {
+        tuple(int(getattr(layer, name, None) or 0) // divisor for name, divisor in names.items())
+        for layer in _layer_specs(spec)
+    }
     return tuple(number for shape in sorted(shapes) for number in shape)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,8 @@ IntArray = npt.NDArray[np.int64]
 class BlockLayout:
     """One group's caches: segment s of block b is ``length[s]`` bytes at ``base[s] + b * stride[s]``.
 
-    Segments are in layer order; ``per_layer`` of them belong to each layer (K and V apart, say).
+    Segments are in layer order; ``per_layer`` of them belong to each layer (K and V apart, say). ``heads_first``: what
+    a segment holds of one KV head is in one piece; otherwise what it holds of one token is. None: neither.
     """
 
     base: Sequence[int]
@@ -25,6 +26,7 @@ class BlockLayout:
     stride: Sequence[int]
     num_blocks: int
     per_layer: int = 1
+    heads_first: bool | None = False
     _base: IntArray = field(init=False, repr=False, compare=False)
     _length: IntArray = field(init=False, repr=False, compare=False)
     _stride: IntArray = field(init=False, repr=False, compare=False)
@@ -64,6 +66,30 @@ class BlockLayout:
         part = slice(layer * self.per_layer, (layer + 1) * self.per_layer)
         addresses = self._base[None, part] + block_ids[:, None] * self._stride[None, part]
         return addresses, np.broadcast_to(self._length[part], addresses.shape)
+
+    def layers(self, start: int, end: int) -> BlockLayout:
+        """Layers ``start`` to ``end`` alone."""
+        part = slice(start * self.per_layer, end * self.per_layer)
+        return replace(self, base=self.base[part], length=self.length[part], stride=self.stride[part])
+
+    def heads(self, part: int, parts: int, tokens: int) -> BlockLayout:
+        """Part ``part`` of ``parts`` of every segment's KV heads, token by token if need be.
+
+        The bytes come in the order in which a rank that has just these heads keeps them. ConfigError if a segment of
+        ``tokens`` tokens can't be divided so.
+        """
+        runs = 1 if self.heads_first else tokens
+        if self.heads_first is None:
+            raise ConfigError("heads_first=None: caches in this layout can't be divided by KV heads")
+        if any(length % (runs * parts) for length in self.length):
+            raise ConfigError(f"length={list(self.length)}: must be a multiple of {runs} times {parts} shares of heads")
+        base, length, stride = [], [], []
+        for start, size, step in zip(self.base, self.length, self.stride, strict=True):
+            share = size // (runs * parts)
+            base += [start + run * share * parts + part * share for run in range(runs)]
+            length += [share] * runs
+            stride += [step] * runs
+        return BlockLayout(base, length, stride, self.num_blocks, self.per_layer * runs, self.heads_first)
 
     def layer_base(self, layer: int) -> tuple[int, ...]:
         """Where the pieces of ``layer`` of block 0 lie: layers with the same ones share a buffer."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm_ascend_ext.kv_pool.coordinator import NULL_BLOCK, AscendStoreCoordinator
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
+from vllm_ascend_ext.kv_pool.layout import IntArray
 from vllm_ascend_ext.kv_pool.requests import ReqMeta
 from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
 from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, TransferJob
@@ -27,19 +28,18 @@ class Orders:
         assert load is not None
         if load.reload:
             return TransferJob(load.job_id, request.req_id, (self._reload(request),))
-        parts = []
+        parts: list[GroupBlocks] = []
         for group, table in enumerate(request.block_ids):
             indices = self._coordinator.load_blocks(group, load.vllm_cached_tokens, load.pool_cached_tokens)
             if (table[indices] == NULL_BLOCK).any():
                 raise ValueError(f"group {group} of {request.req_id} has no blocks for what is to be loaded")
-            keys = self._database.keys(group, request.block_hashes, indices)
-            parts.append(GroupBlocks(group, indices, table[indices], keys))
+            parts += self._shards(request, group, indices)
         return TransferJob(load.job_id, request.req_id, tuple(parts))
 
     def whole_load(self, request: ReqMeta) -> TransferJob:
         """All blocks that the load could have meant, for orders that make no sense."""
         assert request.load is not None
-        parts = []
+        parts: list[GroupBlocks] = []
         for group, table in enumerate(request.block_ids):
             first = request.load.vllm_cached_tokens // self._setup.groups[group].block_size
             indices = np.arange(first, len(table), dtype=np.int64)
@@ -50,13 +50,13 @@ class Orders:
         """The blocks that this rank saves for the request."""
         save = request.save
         assert save is not None
-        parts = []
+        parts: list[GroupBlocks] = []
         for group, table in enumerate(request.block_ids):
             indices = self._coordinator.store_blocks(group, save.start_token, save.end_token, table)
-            indices = self._database.own_share(indices)
-            keys = self._database.keys(group, request.block_hashes, indices)
-            part = GroupBlocks(group, indices, table[indices], keys)
-            parts.append(self._with_partial(part, request, save.tail) if save.tail > save.end_token else part)
+            shards = self._shards(request, group, self._database.own_share(indices, group))
+            if save.tail > save.end_token:
+                shards = [self._with_partial(shard, request, save.tail) for shard in shards]
+            parts += shards
         return TransferJob(save.job_id, request.req_id, tuple(parts))
 
     def _reload(self, request: ReqMeta) -> GroupBlocks:
@@ -65,10 +65,18 @@ class Orders:
         assert load is not None
         size, end = self._setup.groups[0].block_size, load.pool_cached_tokens
         indices = np.arange(end // size, dtype=np.int64)
-        keys = self._database.keys(0, request.block_hashes, indices)
         resident = load.vllm_cached_tokens // size + (load.vllm_cached_tokens == end and end % size > 0)
-        part = GroupBlocks(0, indices, request.block_ids[0][indices], keys, resident)
+        (part,) = self._shards(request, 0, indices)
+        part = replace(part, resident=resident)
         return self._with_partial(part, request, end) if end % size else part
+
+    def _shards(self, request: ReqMeta, group: int, indices: IntArray) -> list[GroupBlocks]:
+        """The blocks at ``indices``, once for each part that this rank's share of them consists of."""
+        blocks = request.block_ids[group][indices]
+        return [
+            GroupBlocks(group, indices, blocks, self._database.keys(group, request.block_hashes, indices, shard), shard)
+            for shard in range(self._database.num_shards(group))
+        ]
 
     def _with_partial(self, part: GroupBlocks, request: ReqMeta, end: int) -> GroupBlocks:
         """``part``, and behind it the block in which token ``end`` falls."""

@@ -6,12 +6,15 @@ Nothing is saved from a request whose table names such a block.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import numpy.typing as npt
 
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta, StoredBlock, WorkerReport
 from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
-from vllm_ascend_ext.kv_pool.transfer.job import JobResult, TransferJob
+from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, JobResult, TransferJob
 
 
 class Outcomes:
@@ -93,9 +96,9 @@ class Outcomes:
     def _note_stored(self, request: ReqMeta, result: JobResult) -> None:
         save = request.save
         assert save is not None
-        for part, stored in zip(result.job.parts, result.stored, strict=False):
+        for part, stored in _whole_blocks(result):
             size = self._setup.groups[part.group].block_size
-            for index in part.indices[np.asarray(stored, dtype=np.bool_)].tolist():
+            for index in part.indices[stored].tolist():
                 if (index + 1) * size > save.end_token:  # a block that isn't full is nobody else's
                     continue
                 first = index * size - save.start_token
@@ -125,3 +128,12 @@ class Outcomes:
         """Blocks that this rank put into the store, when KV events are on."""
         stored, self._stored = self._stored, []
         return stored
+
+
+def _whole_blocks(result: JobResult) -> Iterator[tuple[GroupBlocks, npt.NDArray[np.bool_]]]:
+    """One part of each group, and which of its blocks this job has put into the store, with all their shards."""
+    stored: dict[int, tuple[GroupBlocks, npt.NDArray[np.bool_]]] = {}
+    for part, flags in zip(result.job.parts, result.stored, strict=False):
+        before = stored.get(part.group, (part, np.ones(len(flags), dtype=np.bool_)))
+        stored[part.group] = before[0], before[1] & np.asarray(flags, dtype=np.bool_)
+    yield from stored.values()

@@ -14,14 +14,15 @@ from vllm_ascend_ext.kv_pool.layout import IntArray
 class GroupBlocks:
     """Blocks of one group: their places in the request, their ids on the device, their keys.
 
-    ``resident``: how many of the first are on the device already, but for layers that share a buffer. ``partial``: the
-    last one isn't full, and its key is the request's own.
+    ``shard``: which of the rank's parts (see ``shards``). ``resident``: how many of the first ones are on the device
+    already, but for layers that share a buffer. ``partial``: the last one isn't full; its key is the request's own.
     """
 
     group: int
     indices: IntArray
     block_ids: IntArray
     keys: list[str]
+    shard: int = 0
     resident: int = 0
     partial: bool = False
 

@@ -26,7 +26,7 @@ class KVCacheStoreRecvingThread(KVCacheTransferThread):
 
     def _get(self, part: GroupBlocks, fence: Fence) -> tuple[list[Status], BaseException | None]:
         order = np.roll(np.arange(len(part.keys)), -self.rotation)
-        addrs, sizes = self._layouts[part.group].addresses(part.block_ids[order])
+        addrs, sizes = self._layout_of(part).addresses(part.block_ids[order])
         answer = self._client.get([part.keys[i] for i in order], addrs, sizes, fence)
         statuses = [Status.FAILED] * len(part.keys)
         for position, status in zip(order.tolist(), answer.statuses, strict=True):

@@ -36,7 +36,7 @@ class KVCacheStoreSendingThread(KVCacheTransferThread):
         self, part: GroupBlocks, missing: Sequence[int], statuses: list[Status], fence: Fence
     ) -> tuple[list[Status], list[bool], BaseException | None]:
         """Put the blocks at positions ``missing``; their statuses replace those of the existence check."""
-        addrs, sizes = self._layouts[part.group].addresses(part.block_ids[np.asarray(missing)])
+        addrs, sizes = self._layout_of(part).addresses(part.block_ids[np.asarray(missing)])
         answer = self._client.put([part.keys[i] for i in missing], addrs, sizes, fence)
         stored = [False] * len(statuses)
         for position, status in zip(missing, answer.statuses, strict=True):

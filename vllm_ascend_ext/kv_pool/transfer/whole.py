@@ -14,6 +14,7 @@ from vllm_ascend_ext.kv_pool.observe import Stats
 from vllm_ascend_ext.kv_pool.orders import Orders
 from vllm_ascend_ext.kv_pool.outcomes import Outcomes
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta
+from vllm_ascend_ext.kv_pool.shards import Sharding
 from vllm_ascend_ext.kv_pool.transfer.recving import KVCacheStoreRecvingThread
 from vllm_ascend_ext.kv_pool.transfer.sending import KVCacheStoreSendingThread
 from vllm_ascend_ext.kv_pool.transfer.worker_thread import Ticket
@@ -32,6 +33,7 @@ class WholeBlockPath:
         clock: Clock,
         new_event: Callable[[], device.Event],
     ) -> None:
+        self._setup = setup
         self._config = setup.config
         self._orders = orders
         self._outcomes = outcomes
@@ -47,8 +49,12 @@ class WholeBlockPath:
         self.recving.rotation = setup.topology.tp_rank
 
     def register(self, layouts: tuple[BlockLayout, ...], places: Sequence[tuple[int, int]] | None) -> None:
-        self.sending.set_layouts(layouts)
-        self.recving.set_layouts(layouts)
+        shards = [
+            Sharding.of(self._setup, group).layouts(layout, self._setup.groups[group].block_size)
+            for group, layout in enumerate(layouts)
+        ]
+        self.sending.set_layouts(layouts, shards)
+        self.recving.set_layouts(layouts, shards)
 
     def submit_load(self, request: ReqMeta, deadline: Deadline) -> Ticket:
         """Begin to load a request's blocks."""

@@ -18,7 +18,7 @@ from vllm_ascend_ext.kv_pool.errors import DeadlineExceeded, NotRunning
 from vllm_ascend_ext.kv_pool.fence import Fence
 from vllm_ascend_ext.kv_pool.layout import BlockLayout
 from vllm_ascend_ext.kv_pool.observe import Stats
-from vllm_ascend_ext.kv_pool.transfer.job import JobResult, TransferJob
+from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, JobResult, TransferJob
 
 
 class Ticket:
@@ -67,6 +67,7 @@ class TransferThread:
         self._client = client
         self._stats = stats
         self._layouts: tuple[BlockLayout, ...] = ()
+        self._shards: tuple[Sequence[BlockLayout], ...] = ()
         self._lanes = Lanes(f"kv-{self.role}", size=lanes, setup=set_device, on_fatal=self._report_fatal, clock=clock)
 
     @property
@@ -77,8 +78,15 @@ class TransferThread:
         """Return when the thread serves; raises what kept it from serving."""
         self._lanes.start(timeout)
 
-    def set_layouts(self, layouts: tuple[BlockLayout, ...]) -> None:
+    def set_layouts(
+        self, layouts: tuple[BlockLayout, ...], shards: Sequence[Sequence[BlockLayout]] | None = None
+    ) -> None:
+        """Where the caches are, per group; and where the parts are that have keys of their own, if they have."""
         self._layouts = layouts
+        self._shards = tuple(shards or [[layout] for layout in layouts])
+
+    def _layout_of(self, part: GroupBlocks) -> BlockLayout:
+        return self._shards[part.group][part.shard]
 
     def expire(self) -> None:
         """End the jobs whose deadline has passed."""

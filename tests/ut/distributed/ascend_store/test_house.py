@@ -40,6 +40,7 @@ FLOORS = {
     "transfer.job": 3,
     "orders": 3,
     "reuse": 3,
+    "shards": 3,
     "trust": 3,
     "outcomes": 3,
     "transfer": 4,
