@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -434,10 +435,16 @@ def test_after():
 """
     )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(pytester.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=pytester.path) as process:
-        assert started.read_text() == "blocked"
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+    heed = functools.partial(
+        signal.signal, signal.SIGINT, signal.default_int_handler
+    )  # a job in the background ignores it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=pytester.path, preexec_fn=heed) as process:
+        try:
+            assert started.read_text() == "blocked"
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     assert "KeyboardInterrupt" in output
     assert "1 passed" not in output
