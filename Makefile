@@ -29,7 +29,8 @@ FAULT := -m fault -n 8 --fault-fail-unreached
 
 test: venv ## the whole CPU tier, with the pool's coverage
 	$(BIN)/coverage erase
-	$(BIN)/coverage run $(PYTEST) -m "$(CPU_TIER)" -n 2
+	$(BIN)/python $(PYTEST) -m "$(CPU_TIER)" -n 2 --ignore tests/ut/distributed
+	$(BIN)/coverage run $(PYTEST) -m "$(CPU_TIER)" -n 2 tests/ut/distributed
 	$(BIN)/coverage run $(PYTEST) $(FAULT)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
