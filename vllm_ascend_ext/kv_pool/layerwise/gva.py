@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -252,8 +253,9 @@ class OpenWrites:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for opened in self._per_job:
-            self._finish(opened)
+        with ExitStack() as all_of_them:  # one that raises does not keep the others from being dropped
+            for opened in self._per_job:
+                all_of_them.callback(self._finish, opened)
 
     def _open_part(self, save: LayerSave, rows: BlockRows, span: slice, size: int, opened: list[str]) -> bool:
         """Whether the store could be asked at all."""

@@ -18,6 +18,7 @@ from fixtures.layerwise_sites import (
     COPY,
     COPY_HONEST,
     EXISTS,
+    FINISH,
     GATE_RECORD,
     GATE_WAIT,
     GVA_LOAD,
@@ -134,8 +135,7 @@ def test_two_asynchronous_requests_share_keys(run: fi.Run, tmp_path: Path) -> di
     return story.play(add(PROMPT, [*range(8), 90, 91]), engine={"prefix_caching": False}, load_async=True)
 
 
-# A thread that is killed in every write_finish leaves a write open in the pool's own book: not declared yet (#5).
-@scenario("layer-load-and-save", [*map(fewer, (*GVA_LOAD, ALLOC))])
+@scenario("layer-load-and-save", [*map(fewer, (*GVA_LOAD, ALLOC, FINISH))])
 def test_load_and_save_in_one_step(run: fi.Run, tmp_path: Path) -> dict[str, str]:
     """A50: what is computed on blocks that did not arrive is not published, and neither are others' copies of it."""
     story = LayerStory(run, tmp_path, "lax")
