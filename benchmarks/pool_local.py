@@ -3,7 +3,8 @@
 256 values of 128 KiB are put and got, once from and to blocks that lie in order ("row"), as a fresh prompt's mostly do,
 and once from and to blocks scattered over a cache twice as large ("scattered"). numpy copies the same blocks: in one
 piece where they lie in order, one by one where they don't. The pool is warm. "put" finds free room, "evict" is a put
-into a full pool, which evicts as much as it brings. The rounds are interleaved, and the best of each counts.
+into a full pool, which evicts as much as it brings. The rounds are interleaved; of the times the best counts, of the
+ratios the median over the rounds.
 
 Ratios are numpy's time over the store's, that is bandwidths with numpy's as 1. They are taken from the CPU time of the
 one thread that does it all, so that a busy machine, which takes every thread off its core after 3 ms, doesn't spoil
@@ -83,12 +84,16 @@ class Bench:
         if success is not None and any(code != success for code in answer):
             raise RuntimeError(f"{name} answered {set(answer)}")
 
+    def _ratio(self, one: str, other: str, warm_up: int) -> float:
+        """The median over the rounds: both sides of each round met the same weather."""
+        return float(np.median(np.divide(self._times[one][warm_up:], self._times[other][warm_up:])))
+
     def figures(self, warm_up: int) -> dict[str, float]:
         seconds = {name: min(times[warm_up:]) for name, times in self._times.items()}
         return {
             **{f"{name}_us": round(best * 1e6, 1) for name, best in seconds.items()},
             **{
-                f"{call}_{name}_over_numpy": round(seconds[f"numpy_{name}"] / seconds[f"{call}_{name}"], 3)
+                f"{call}_{name}_over_numpy": round(self._ratio(f"numpy_{name}", f"{call}_{name}", warm_up), 3)
                 for call in ("put", "get", "evict")
                 for name in self._layouts
             },

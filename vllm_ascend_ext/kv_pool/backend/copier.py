@@ -7,6 +7,7 @@ runtime.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from vllm_ascend_ext.kv_pool.fence import Fence
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
 """How much is copied, at least, under one hold of the fence (less than twice as much at most)."""
 
 Ints = npt.NDArray[np.int64]
@@ -56,8 +57,11 @@ class HostCopier:
         self._move(blocks, host, sizes)
 
     def _move(self, to: Sequence[int], start: Sequence[int], sizes: Sequence[int]) -> None:
-        for target, source, size in zip(to, start, sizes, strict=True):
-            (self._short if size < self.RELEASE_BYTES else self._long)(target, source, size)
+        if max(sizes) < self.RELEASE_BYTES:
+            deque(map(self._short, to, start, sizes), maxlen=0)  # a loop in C: these are many
+        else:
+            for target, source, size in zip(to, start, sizes, strict=True):
+                (self._short if size < self.RELEASE_BYTES else self._long)(target, source, size)
 
 
 def copy_fenced(copier: Copier, saving: bool, host: Ints, blocks: Ints, sizes: Ints, fence: Fence) -> int:
@@ -66,7 +70,8 @@ def copy_fenced(copier: Copier, saving: bool, host: Ints, blocks: Ints, sizes: I
     if not len(sizes):
         return 0
     ends = np.cumsum(sizes)
-    cuts = np.flatnonzero(np.diff((ends - 1) // CHUNK_BYTES, append=-1)) + 1
+    chunk = (ends - 1) // CHUNK_BYTES
+    cuts = np.append(np.flatnonzero(chunk[1:] != chunk[:-1]) + 1, len(chunk))
     copy = copier.to_host if saving else copier.from_host
     first = 0
     for cut in cuts.tolist():
@@ -80,11 +85,14 @@ def copy_fenced(copier: Copier, saving: bool, host: Ints, blocks: Ints, sizes: I
 
 def _pieces(host: Ints, blocks: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints]:
     """The same bytes in the same order: neighbours on both sides in one piece, none longer than a chunk."""
-    some = sizes > 0
-    host, blocks, sizes = host[some], blocks[some], sizes[some]
+    if not sizes.all():
+        some = sizes > 0
+        host, blocks, sizes = host[some], blocks[some], sizes[some]
     if not len(sizes):
         return host, blocks, sizes
     seam = (host[1:] == host[:-1] + sizes[:-1]) & (blocks[1:] == blocks[:-1] + sizes[:-1])
+    if not seam.any() and sizes.max() <= CHUNK_BYTES:
+        return host, blocks, sizes
     heads = np.flatnonzero(np.concatenate(([True], ~seam)))
     lengths = np.add.reduceat(sizes, heads)
     counts = -(-lengths // CHUNK_BYTES)

@@ -340,12 +340,13 @@ class LocalBackend(Backend):
             self._session.owe(lambda table: table.unpin(self._session.client, slots))
             try:
                 with self._session.changing() as table:
-                    news = table.header[H.ENTERED] != entered
-                    twins = table.find(rows.keys.digests) if news else np.full(len(slots), -1, np.int64)
-                    publish = complete & (twins < 0)
+                    publish = stored = complete
+                    if table.header[H.ENTERED] != entered:
+                        twins = table.find(rows.keys.digests)
+                        publish = complete & (twins < 0)
+                        stored = publish | table.in_state(twins, PUBLISHED)
                     table.publish(slots[publish])
                     table.drop(slots[~publish])
-                    stored = publish | table.in_state(twins, PUBLISHED)
                     codes[:] = np.where(complete, np.where(stored, Status.OK, Status.REFUSED), Status.CANCELLED)
             except DeadlineExceeded:
                 self._session.owe(lambda table: table.drop(slots))

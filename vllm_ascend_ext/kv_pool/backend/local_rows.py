@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from vllm_ascend_ext.kv_pool.backend.local_hash import Digests, Ints
 
@@ -16,7 +16,10 @@ MAX_KEY = 256
 
 @dataclass(frozen=True)
 class Keys:
-    """The usable keys of a call: their positions in it, and 128 bits of BLAKE2b of each (as bytes, as uint64 pairs)."""
+    """The usable keys of a call: their positions in it, and XXH3-128 of each (as bytes, as uint64 pairs).
+
+    No cryptographic digest is needed: a key ends in the engine's own hash of the tokens, so nobody picks its bytes.
+    """
 
     at: Ints
     names: list[bytes]
@@ -24,9 +27,17 @@ class Keys:
 
     @classmethod
     def of(cls, keys: Sequence[str]) -> Keys:
-        at = [n for n, key in enumerate(keys) if isinstance(key, str) and 0 < len(key) <= MAX_KEY]
-        names = [blake2b(keys[n].encode("utf-8", "surrogatepass"), digest_size=16).digest() for n in at]
-        return cls(np.array(at, np.int64), names, np.frombuffer(b"".join(names), np.uint64).reshape(-1, 2))
+        try:
+            text = list(map(str.encode, keys))
+            usable = all(0 < length <= MAX_KEY for length in set(map(len, text)))
+        except (TypeError, UnicodeEncodeError):
+            usable = False
+        at = np.arange(len(keys))
+        if not usable:  # some of them, at least: look at each
+            at = np.flatnonzero([isinstance(key, str) and 0 < len(key) <= MAX_KEY for key in keys])
+            text = [keys[n].encode("utf-8", "surrogatepass") for n in at.tolist()]
+        names = list(map(xxh3_128_digest, text))
+        return cls(at, names, np.frombuffer(b"".join(names), np.uint64).reshape(-1, 2))
 
     def take(self, chosen: Ints) -> Keys:
         """Some of the rows, given in ascending order."""
@@ -69,10 +80,13 @@ class Rows:
         if starts is None or lengths is None or starts.shape != lengths.shape or len(starts) != len(keys):
             starts = lengths = np.zeros((len(keys), 1), np.int64)
         totals = lengths.sum(axis=1)
-        sound = np.asarray(((lengths > 0) & (starts > 0)) | (lengths == 0)).all(axis=1) & (totals > 0)
         if len(usable.at) < len(keys):
-            starts, lengths, totals, sound = starts[usable.at], lengths[usable.at], totals[usable.at], sound[usable.at]
-        return cls(usable, starts, lengths, totals).take(np.flatnonzero(sound))
+            starts, lengths, totals = starts[usable.at], lengths[usable.at], totals[usable.at]
+        rows = cls(usable, starts, lengths, totals)
+        if len(totals) and starts.min() > 0 and lengths.min() > 0:
+            return rows
+        sound = np.asarray(((lengths > 0) & (starts > 0)) | (lengths == 0)).all(axis=1) & (totals > 0)
+        return rows.take(np.flatnonzero(sound))
 
     def take(self, chosen: Ints) -> Rows:
         """Some of the rows, given in ascending order."""

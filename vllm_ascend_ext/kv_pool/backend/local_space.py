@@ -44,6 +44,9 @@ def fit(free: Stretches, pages: Ints) -> Ints:
     if not len(free[0]) or not len(pages):
         return offsets
     sizes = pages[:1] if (pages == pages[0]).all() else np.unique(pages)[::-1]
+    if len(sizes) == 1 and (free[1][0] - free[0][0]) >= len(pages) * sizes[0]:
+        in_a_row: Ints = free[0][0] + np.arange(len(pages)) * sizes[0]
+        return in_a_row
     for size in sizes:
         wanted = np.flatnonzero(pages == size)
         rooms = np.minimum((free[1] - free[0]) // size, len(wanted))

@@ -26,7 +26,7 @@ from vllm_ascend_ext.kv_pool.backend.local_hash import Digests, HashIndex, Ints,
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Raised whenever the arrays change their meaning, order or types."""
 
 FREE, RESERVED, OPEN, PUBLISHED, DYING = range(5)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_ascend_ext.kv_pool.backend.arena import GRANULE
+from vllm_ascend_ext.kv_pool.backend.copier import CHUNK_BYTES
 from vllm_ascend_ext.kv_pool.backend.local import LocalBackend
 from vllm_ascend_ext.kv_pool.backend.local_audit import faults
 from vllm_ascend_ext.kv_pool.backend.local_table import Table
@@ -43,9 +44,9 @@ class FenceBetween(Fence):
 
 
 def test_a_put_that_is_fenced_off_half_way_publishes_only_what_was_copied(local_pool):
-    local_pool.capacity_bytes = 32 << 20
+    size = 3 * CHUNK_BYTES // 4
+    local_pool.capacity_bytes = 8 * size
     client = local_pool.open()
-    size = 3 << 20
     values = {f"k{n}": bytes([n]) * size for n in range(4)}
     statuses = client.put(values, FenceBetween(2))
     done = statuses.count(Status.OK)
@@ -58,9 +59,9 @@ def test_a_put_that_is_fenced_off_half_way_publishes_only_what_was_copied(local_
 
 
 def test_a_get_that_is_fenced_off_half_way_writes_nothing_more(local_pool):
-    local_pool.capacity_bytes = 32 << 20
+    size = 3 * CHUNK_BYTES // 4
+    local_pool.capacity_bytes = 8 * size
     client = local_pool.open()
-    size = 3 << 20
     client.put({f"k{n}": bytes([n + 1]) * size for n in range(4)})
     memory = client.memory(4, size, fill=0)
     at = np.array(memory.addresses)[:, None]

@@ -12,6 +12,7 @@ import pytest
 from faultinject.leaks import open_descriptors
 from vllm_ascend_ext.kv_pool.backend import arena
 from vllm_ascend_ext.kv_pool.backend.local import LocalBackend, destroy
+from vllm_ascend_ext.kv_pool.backend.local_table import VERSION
 from vllm_ascend_ext.kv_pool.errors import ConfigError
 
 SIZE = 1 << 20
@@ -100,7 +101,7 @@ def test_a_pool_of_another_layout_is_left_as_it_is(local_pool):
     with (local_pool.folder / "meta").open("r+b") as meta:
         meta.seek(8)
         meta.write(struct.pack("q", 99))
-    with pytest.raises(ConfigError, match="layout version=99, but 1 was asked for"):
+    with pytest.raises(ConfigError, match=f"layout version=99, but {VERSION} was asked for"):
         local_pool.open()
 
 

@@ -34,7 +34,7 @@ HANDLER = Site(
 )
 ACCEPT = Site("server.accept", (Raise(OSError), Kill(), Delay(0.01, benign=True)))
 ASK = Site("client.ask", (Raise(OSError), Raise(RuntimeError, after=True), Delay(0.01, benign=True)))
-ROLES = {"handler": "lookup-handler-*", "server": "lookup-server"}
+ROLES = {"handler": "lookup-handler-*"}
 QUESTIONS = (4, 8, 12, 16)
 
 

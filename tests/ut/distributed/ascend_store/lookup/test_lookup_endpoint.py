@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -45,8 +46,15 @@ def test_a_missing_directory_is_named(directory: str) -> None:
         ConfigError, match=rf"VLLM_RPC_BASE_PATH is '{directory}/gone'; it must be an existing directory"
     ):
         lookup_path(f"{directory}/gone", 0, 0)
+
+
+def test_a_file_is_no_directory(directory: str) -> None:
+    # Not __file__: where the checkout's own path is long, the path's length is what gets refused first.
+    a_file = Path(directory, "file")
+    a_file.touch()
     with pytest.raises(ConfigError, match="must be an existing directory"):
-        lookup_path(__file__, 0, 0)
+        lookup_path(str(a_file), 0, 0)
+    a_file.unlink()
 
 
 UNWRITABLE = """
