@@ -63,7 +63,7 @@ def _bitmask(dtype: str, vocabulary: int) -> Iterator[Case]:
 
 def _penalties(dtype: str, vocabulary: int) -> Iterator[Case]:
     size = FLOATS[dtype]
-    setting = penalties._setting(NPU, size)
+    setting = penalties._setting(NPU, 256)
     yield _case(
         "penalties._penalties_kernel",
         dtype,
