@@ -69,7 +69,26 @@ def give_up(threads: Iterable[threading.Thread]) -> None:
             thread._invoke_excepthook = lambda *_: None
         _forget_at_exit(thread)
         if thread.ident is not None and thread.is_alive():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Released))
+            _raise_in(thread.ident)
+
+
+def _raise_in(ident: int) -> None:
+    """Raise `Released` in a thread when it next runs Python code.
+
+    Then take one here, which ends the whole interpreter's looking out for them: a thread in a C call that never returns
+    doesn't take its own. Until somebody takes one, every call in every thread goes the slow way, and CPython 3.11 with
+    a tracer on (coverage) starts the next Python function for ever: so none is called in between. The other thread
+    keeps its own, since whoever gets the GIL with one pending looks again.
+    """
+    set_exception, released = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.py_object(Released)
+    other, me = ctypes.c_ulong(ident), ctypes.c_ulong(threading.get_ident())
+    try:
+        set_exception(other, released)
+        set_exception(me, released)
+        for _ in range(1000):
+            pass
+    except Released:
+        pass
 
 
 def _forget_at_exit(thread: threading.Thread) -> None:

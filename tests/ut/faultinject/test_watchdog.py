@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -212,3 +214,23 @@ def test_many_hangs_leave_the_session_usable() -> None:
     assert found.outcomes() == {"hang": 12}
     assert threading.active_count() == before
     assert_goes_on()
+
+
+UNDER_A_TRACER = """
+import sys, threading
+from faultinject.watchdog import give_up
+
+lock = threading.Lock()
+lock.acquire()
+stuck = threading.Thread(target=lock.acquire, daemon=True)
+stuck.start()
+sys.settrace(lambda *_: None)
+give_up([stuck])
+print((lambda: "went on")())
+"""
+
+
+def test_a_thread_that_never_takes_its_exception_stops_nobody_who_is_traced() -> None:
+    """CPython 3.11 spins at the start of a traced function while somebody's exception waits to be taken."""
+    done = subprocess.run([sys.executable, "-c", UNDER_A_TRACER], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
