@@ -6,7 +6,7 @@ ENGINE := .venv-engine
 ASCEND := .venv-ascend
 BACKENDS := .venv-backends
 
-.PHONY: help venv lint test fault bench engine bench-engine backends backends-packages ascend ascend-check clean
+.PHONY: help venv lint test fault bench engine soak bench-engine backends backends-packages ascend ascend-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,18 +26,16 @@ lint: venv ## ruff and mypy
 PYTEST := -m pytest
 CPU_TIER := not (fault or engine or backend or ascend or cuda or npu)
 FAULT := -m fault -n 8 --fault-fail-unreached
-# What fails only beside seven others, on a machine that is busy, passes when it runs again with little beside it.
-AGAIN := || $(BIN)/python -m pytest -n 2 --last-failed --last-failed-no-failures none --fault-matrix build/fault-matrix-again.json
-
+# Only the pool's tests are traced.
 test: venv ## the whole CPU tier, with the pool's coverage
 	$(BIN)/coverage erase
-	$(BIN)/python $(PYTEST) -m "$(CPU_TIER)" -n 2 --ignore tests/ut/distributed $(AGAIN)
-	$(BIN)/coverage run $(PYTEST) -m "$(CPU_TIER)" -n 2 tests/ut/distributed $(AGAIN)
-	$(BIN)/coverage run $(PYTEST) $(FAULT) $(AGAIN)
+	$(BIN)/python $(PYTEST) -m "$(CPU_TIER)" -n 2 --ignore tests/ut/distributed
+	$(BIN)/coverage run $(PYTEST) -m "$(CPU_TIER)" -n 2 tests/ut/distributed
+	$(BIN)/coverage run $(PYTEST) $(FAULT)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	$(BIN)/coverage json --quiet -o build/coverage.json
-	-$(BIN)/python tests/check_coverage.py < build/coverage.json
+	$(BIN)/python tests/check_coverage.py < build/coverage.json
 
 fault: venv ## the pool driven through its failure paths: build/fault-matrix.json and .html
 	$(BIN)/python $(PYTEST) $(FAULT)
@@ -53,6 +51,10 @@ $(ENGINE)/.done: requirements-engine.txt pyproject.toml
 
 engine: $(ENGINE)/.done ## the connector in a real vLLM engine on the CPU, in .venv-engine
 	$(ENGINE)/bin/python -m pytest -m engine tests/e2e/engine
+
+# SOAK_SECONDS, SOAK_SEED and SOAK_MODE (sync, async, layerwise) choose another one.
+soak: $(ENGINE)/.done ## ten minutes of mixed requests and seeded faults against the API server: build/soak.json
+	$(ENGINE)/bin/python -m tests.e2e.engine.soak
 
 bench-engine: $(ENGINE)/.done ## time to the first token in a real engine, as ratios: build/bench-engine.json
 	$(ENGINE)/bin/python -m benchmarks.engine
