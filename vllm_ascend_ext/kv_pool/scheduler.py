@@ -217,6 +217,7 @@ class KVPoolScheduler:
             or self._reported
             or self._delayed_free
             or self._late
+            or self._unsettled
         )
 
     def close(self) -> list[str]:

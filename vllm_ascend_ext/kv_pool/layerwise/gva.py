@@ -34,14 +34,15 @@ class _Held:
 class LeaseBook:
     """The leases of one rank. Loads that share a key share its lease, and none takes it away from another.
 
-    ``acquired`` and ``released`` count each key's leases since the start, those included that the store may have given
-    although its answer can't be read; they are equal when nothing is being loaded.
+    ``acquired`` and ``released`` count leases since the start, those included that the store may have given although
+    its answer can't be read; ``held`` are those between, key by key. When nothing is being loaded there are none, and
+    nothing is remembered of any key but for the leases that the store did not take back, until they have run out.
     """
 
     def __init__(self, client: GvaClient, ttl: float, needed: float, clock: Clock, stats: Stats) -> None:
         """``ttl``: seconds of a lease; one with less than ``needed`` seconds left is taken anew."""
-        self.acquired: Counter[str] = Counter()
-        self.released: Counter[str] = Counter()
+        self.acquired = 0
+        self.released = 0
         self._client = client
         self._ttl = ttl
         self._needed = needed
@@ -49,7 +50,18 @@ class LeaseBook:
         self._stats = stats
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
-        self.debts: list[str] = []  # leases that the store didn't take back
+        self._debts: list[tuple[float, list[str]]] = []  # leases that the store didn't take back, and when they run out
+
+    @property
+    def held(self) -> Counter[str]:
+        with self._lock:
+            return +Counter({key: held.taken for key, held in self._held.items()})
+
+    @property
+    def debts(self) -> list[str]:
+        """Leases that the store did not take back, and that have not run out yet."""
+        with self._lock:
+            return self._due()
 
     def borrow(self) -> Leases:
         """Leases for one load, given back when it is left."""
@@ -89,13 +101,14 @@ class LeaseBook:
                 if not held.holders:
                     gone += [key] * held.taken
                     del self._held[key]
-            self.released.update(gone)
+            self.released += len(gone)
         self._remove(gone)
 
     def close(self) -> None:
         """Try once more to give back what the store didn't take. (Never earlier: it could be taken from somebody who
         holds a lease by now. Until then they run out by themselves.)"""
-        debts, self.debts = self.debts, []
+        with self._lock:
+            debts, self._debts = self._due(), []
         self._remove(debts)
 
     def _note(self, keys: Sequence[str], until: float) -> None:
@@ -105,17 +118,28 @@ class LeaseBook:
                 held = self._held[key]
                 held.taken += 1
                 held.until = max(held.until, until)
-                self.acquired[key] += 1
+                self.acquired += 1
 
     def _remove(self, keys: list[str]) -> None:
         try:
             answer = self._client.remove_lease(keys)
         except BaseException:
-            self.debts += keys
+            self._owe(keys)
             raise
         if not answer.ok:
-            self.debts += keys
+            self._owe(keys)
             self._stats.failure("lease_release_failed", f"{len(keys)} leases run out by themselves", (), answer.cause)
+
+    def _owe(self, keys: list[str]) -> None:
+        now = self.now()
+        with self._lock:
+            self._debts = [debt for debt in self._debts if debt[0] > now]
+            self._debts.append((now + self._ttl, keys))
+
+    def _due(self) -> list[str]:
+        """Called with the lock held."""
+        now = self.now()
+        return [key for until, keys in self._debts if until > now for key in keys]
 
 
 class Leases:

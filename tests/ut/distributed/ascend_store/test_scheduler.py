@@ -1,10 +1,9 @@
 """The scheduler's side: what it offers and orders, what it believes to be saved, and that it forgets in the end."""
 
-import gc
-
 import pytest
 
 from fixtures.engine import Request
+from fixtures.footprint import footprint
 from fixtures.parts import FixedLookup, make_setup
 from vllm_ascend_ext.kv_pool.groups import CacheGroup, GroupKind
 from vllm_ascend_ext.kv_pool.keys import Topology
@@ -504,32 +503,55 @@ class TestUntrusted:
         assert [blocks.tolist() for blocks in meta.computed_blocks] == [[3, 2]]
 
 
-def test_ten_thousand_finished_requests_leave_nothing_behind():
-    desk = Desk(lambda asked: asked // 8 * 4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_ranks": 2, "topology": Topology(tp_size=2, num_kv_heads=2)},
+        {"load_async": True},
+        {"use_layerwise": True, "layerwise_num_shared_buffers": 2},
+        {"groups": (CacheGroup(4), CacheGroup(8))},
+    ],
+    ids=["one rank", "two ranks", "asynchronously", "layers share buffers", "two groups"],
+)
+def test_ten_thousand_finished_requests_leave_nothing_behind(options):
+    desk = Desk(lambda asked: asked // 8 * 4, **options)
+    ranks, load_async = options.get("num_ranks", 1), desk.setup.load_async
+
+    def report(meta, number):
+        """Of all that is under way; every third save and every seventh load does not go well."""
+        jobs = {m.load.job_id for m in loads(meta)}
+        saved = {m.save.job_id: (0 if number % 3 == 0 else m.save.end_token, ranks) for m in saves(meta)}
+        failed = jobs if number % 7 == 0 else set()
+        desk.scheduler.update_connector_output(
+            WorkerReport(saved, failed, set() if load_async else jobs), meta.delayed_free
+        )
+        desk.scheduler.finish_loads([m.req_id for m in loads(meta)] if load_async else ())
 
     def serve(count):
         for number in range(count):
             req = request(f"r{number}", tokens=16)
             external = desk.admit(req)
+            if load_async:
+                report(desk.step(), number)
             meta = desk.step((req, external, 16 - external))
             if number % 5 == 0:
                 desk.step(preempted=[req.request_id])
-            failed = [m.load.job_id for m in loads(meta)] if number % 7 == 0 else []
-            if number % 3:
-                desk.report(meta, failed_loads=failed)
-            if desk.scheduler.request_finished(req.request_id):
-                desk.step()
-                desk.scheduler.update_connector_output(None, [req.request_id])
-            desk.step()
+            if number % 11:  # else it ends before anybody has heard of the step
+                report(meta, number)
+            desk.scheduler.request_finished(req.request_id)
+            if not number % 11:
+                report(meta, number)
+            for _ in range(2):
+                report(desk.step(), number)
 
     serve(100)
-    gc.collect()
-    before = len(gc.get_objects())
+    desk.lookup.asked.clear()
+    before = footprint(desk.scheduler)
     serve(10_000)
     desk.lookup.asked.clear()
-    gc.collect()
     assert desk.scheduler.holds_nothing
-    assert len(gc.get_objects()) - before < 500
+    assert footprint(desk.scheduler) - before < 1000
 
 
 def test_closing_closes_the_lookups():

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.clock import ManualClock
+from fixtures.footprint import footprint
 from fixtures.gva_stores import FlakyGvaStore, GvaPool, LaxGvaStore, StrictGvaStore
 from fixtures.stores import answering, changing, raising
 from vllm_ascend_ext.kv_pool.backend.client import StoreClient
@@ -36,6 +37,8 @@ class Bench:
         inner.batch_write_finish(list(keys), [0] * len(keys))
 
     def check_even(self):
+        """In the book, and as the store sees it."""
+        assert self.book.held == Counter()
         assert self.book.acquired == self.book.released
         assert self.pool.leased() == Counter()
 
@@ -177,6 +180,38 @@ def test_leases_that_the_store_does_not_take_back_are_offered_again_at_the_end(b
     bench.check_even()
 
 
+def test_leases_that_have_run_out_are_not_offered_again(bench):
+    """A store that takes none back for hours must not have the pool remember all of them."""
+    bench.store.always("batch_remove_lease", answering(-3106))
+    for _ in range(3):
+        with bench.book.borrow() as leases:
+            leases.take(["a", "b"])
+        bench.clock.advance(TTL / 2)
+    assert sorted(bench.book.debts) == ["a", "b"], "those of the last time"
+    bench.clock.advance(TTL)
+    bench.store.always("batch_remove_lease", None)
+    calls = len(bench.store.calls("batch_remove_lease"))
+    bench.book.close()
+    assert len(bench.store.calls("batch_remove_lease")) == calls
+    bench.check_even()
+
+
+def test_ten_thousand_loads_leave_nothing_behind(bench):
+    def serve(count):
+        for number in range(count):
+            keys = [f"{number}-{part}" for part in range(3)]
+            bench.store.script("batch_add_lease", answering([0, 0, -3102]))
+            bench.store.script("batch_remove_lease", answering(0))
+            with bench.book.borrow() as leases:
+                leases.take(keys)
+
+    serve(100)
+    before = footprint(bench.book, without=[bench.store, bench.stats])
+    serve(10_000)
+    assert footprint(bench.book, without=[bench.store, bench.stats]) - before < 1000
+    bench.check_even()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_story_of_loads_ends_even(data):
@@ -200,6 +235,4 @@ def test_any_story_of_loads_ends_even(data):
     for leases in borrowed:
         leases.__exit__(None, None, None)
     bench.book.close()
-    assert bench.book.acquired == bench.book.released
-    bench.clock.advance(0)
-    assert bench.pool.leased() == Counter()
+    bench.check_even()

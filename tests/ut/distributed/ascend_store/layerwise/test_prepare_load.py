@@ -55,6 +55,7 @@ class Bench:
         with self.book.borrow() as leases:
             prepare_load(load, leases, self.client, [8, 8], confirm=confirm)
             leased = sorted(self.pool.leased())
+        assert not self.book.held
         assert self.book.acquired == self.book.released
         assert self.pool.ledger()["leases"] == 0
         return [load.result(job).statuses for job in range(len(load.jobs))], leased
