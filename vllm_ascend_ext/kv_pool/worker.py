@@ -202,5 +202,6 @@ class KVPoolWorker:
             handler_timeout_s=config.lookup_timeout * _HANDLER_SHARE,
             clock=self._clock,
             stats=self.stats,
+            on_overdue=self._client.breaker.trip,  # a handler does nothing but ask the store
         )
         self._lookups.start(config.start_timeout)

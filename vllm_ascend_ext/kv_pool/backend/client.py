@@ -6,6 +6,7 @@ answer of the wrong length means that every key of the call failed. (A BaseExcep
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,15 +43,20 @@ class Breaker:
         self._backoff = backoff
         self._clock = clock
         self._lock = threading.Lock()
+        self._tripped_at = -math.inf
         self._retry_at: float | None = None
 
     def trip(self) -> None:
         with self._lock:
-            self._retry_at = self._clock.now() + self._backoff
+            self._tripped_at = self._clock.now()
+            self._retry_at = self._tripped_at + self._backoff
 
-    def reset(self) -> None:
+    def reset(self, began: float) -> None:
+        """A call that began at ``began`` went well. Of one that began before somebody gave up on the engine that says
+        nothing: it may be the very call that took too long."""
         with self._lock:
-            self._retry_at = None
+            if began >= self._tripped_at:
+                self._retry_at = None
 
     def allows(self) -> bool:
         """False while the engine is left alone. When the period is over, True for one caller a period."""
@@ -152,7 +158,7 @@ class StoreClient:
         except Exception as cause:
             answer = Answer([Status.FAILED] * n, cause)
         self.stats.observe(f"store_{name}_seconds", self._clock.now() - began)
-        self._account(name, answer)
+        self._account(name, answer, began)
         return answer
 
     def _moved(self, name: str, answer: Answer, sizes: Addresses) -> Answer:
@@ -162,7 +168,7 @@ class StoreClient:
             self.stats.count(f"store_{name}_bytes", moved)
         return answer
 
-    def _account(self, name: str, answer: Answer) -> None:
+    def _account(self, name: str, answer: Answer, began: float) -> None:
         failed = sum(status not in (Status.OK, Status.MISSING) for status in answer.statuses)
         self.stats.count(f"store_{name}_keys", len(answer.statuses))
         if failed:
@@ -170,7 +176,7 @@ class StoreClient:
         if all(status is Status.UNAVAILABLE for status in answer.statuses):
             self.breaker.trip()
         elif not failed:
-            self.breaker.reset()
+            self.breaker.reset(began)
 
     def code(self, raw: Any) -> Status:
         """The status of one of the engine's own codes."""

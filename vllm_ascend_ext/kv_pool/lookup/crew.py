@@ -28,6 +28,10 @@ class Work:
     refuse: Callable[[BaseException], object]
     call: Call[None] | None = None  # the thread that runs it
 
+    @property
+    def begun(self) -> bool:
+        return self.call is not None
+
 
 @dataclass(eq=False)
 class _Seat:

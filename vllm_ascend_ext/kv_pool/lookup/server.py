@@ -54,8 +54,10 @@ class LookupKeyServer:
     """Serves ``handler`` at ``path`` from ``start`` to ``close``.
 
     A question that isn't one, and a handler that raises, answers nonsense or is not done within ``handler_timeout_s``,
-    are answered with 0 hits. ``failed`` holds the cause once the server itself has died; clients then find nobody
-    at the path. ConfigError for a timeout that is not above 0, and from ``start`` if the path can't be had.
+    are answered with 0 hits. ``on_overdue`` is told of each handler that has begun and is not done in time, so that its
+    owner can spare the next ones the wait; it must not raise. ``failed`` holds the cause once the server itself has
+    died; clients then find nobody at the path. ConfigError for a timeout that is not above 0, and from ``start`` if the
+    path can't be had.
 
     Counters: ``lookup_served``, and as failures ``lookup_bad_requests``, ``lookup_handler_errors``,
     ``lookup_handler_bad_results``, ``lookup_handler_timeouts``, ``lookup_handler_refused`` (too many stuck) and
@@ -70,6 +72,7 @@ class LookupKeyServer:
         handler_timeout_s: float = DEFAULT_HANDLER_TIMEOUT_S,
         clock: Clock = MONOTONIC,
         stats: Stats | None = None,
+        on_overdue: Callable[[], object] | None = None,
     ) -> None:
         self.path = path
         self.limits = limits
@@ -77,6 +80,7 @@ class LookupKeyServer:
         check_path(path)
         self.failed: BaseException | None = None
         self._handler = handler
+        self._on_overdue = on_overdue
         self._clock = clock
         self._stats = stats or Stats()
         self._faults = OutageLog(self._stats)
@@ -168,6 +172,8 @@ class LookupKeyServer:
                 return min(remaining, _WATCH_SECONDS)
             cause = DeadlineExceeded(f"the look-up handler was not done within {self.handler_timeout_s} s")
             if self._settle(ticket, 0, "lookup_handler_timeouts", cause) and question.work is not None:
+                if question.work.begun and self._on_overdue is not None:
+                    self._on_overdue()
                 self._crew.give_up(question.work, cause)
 
     # -- the thread that has handed the lead on ---------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """One rank's hooks: no exception leaves them, each fault is reported once, nothing untrusted is saved."""
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from vllm_ascend_ext.kv_pool.clock import MONOTONIC
 from vllm_ascend_ext.kv_pool.errors import ConfigError, Status
 from vllm_ascend_ext.kv_pool.groups import CacheGroup
 from vllm_ascend_ext.kv_pool.keys import Topology
+from vllm_ascend_ext.kv_pool.lookup import LookupKeyClient, lookup_path
 from vllm_ascend_ext.kv_pool.requests import LoadSpec, PoolMetadata, ReqMeta, SaveSpec, WorkerReport
 from vllm_ascend_ext.kv_pool.worker import KVPoolWorker, Transfers
 
@@ -478,6 +480,33 @@ class TestSent:
         assert rank.step(delayed_free=kept | {"c"})[0].finished_sending == {"c"}
         assert rank.step()[0].finished_sending == set()
         assert rank.step(delayed_free=frozenset({"a"}))[0].finished_sending == {"a"}, "the id has come again"
+
+
+class TestLookups:
+    def test_a_store_that_is_too_slow_for_one_is_not_asked_by_the_next_ones(self, rank, gate):
+        """Or every look-up would cost the deadline, one after the other, and so would every request."""
+        rank.fill("a")
+        asked = len(rank.store.calls("exists"))
+        hashes = order("a", []).block_hashes
+        config = rank.setup.config
+
+        def slow(call):
+            rank.clock.advance(config.lookup_timeout)
+            gate.hold()
+            return call()
+
+        rank.store.script("exists", slow)
+        path = lookup_path(config.rpc_base_path, config.lookup_rpc_port, rank.setup.dp_rank)
+        with closing(LookupKeyClient(path, LONG)) as client:
+            assert [client.lookup(16, hashes) for _ in range(3)] == [0, 0, 0]
+            assert len(rank.store.calls("exists")) == asked + 1
+            gate.open()
+            gate.wait_until_passed()
+            assert client.lookup(16, hashes) == 0, "that it came in the end does not make it quick"
+            assert len(rank.store.calls("exists")) == asked + 1
+            rank.clock.advance(config.store_backoff)
+            assert client.lookup(16, hashes) == 16
+        assert rank.worker.stats.get("lookup_handler_timeouts") == 1
 
 
 class TestStartAndClose:

@@ -240,8 +240,23 @@ class TestBreaker:
         assert [breaker.allows(), breaker.allows()] == [True, False]
         clock.advance(5.0)
         assert breaker.allows(), "one a period"
-        breaker.reset()
+        breaker.reset(clock.now())
         assert [breaker.allows(), breaker.allows()] == [True, True]
+
+    def test_a_call_that_was_given_up_and_went_well_in_the_end_does_not_close_it(self, bench):
+        """Or a store that is merely slow would be waited for again as soon as each overdue call has returned."""
+
+        def slow(call):
+            bench.clock.advance(3.0)
+            bench.client.breaker.trip()  # whoever waited has given up
+            bench.clock.advance(3.0)
+            return call()
+
+        bench.store.script("exists", slow)
+        assert bench.client.exists(KEYS).statuses == [MISSING] * 3
+        assert bench.put().statuses == [UNAVAILABLE] * 3
+        bench.clock.advance(2.0)
+        assert bench.put().ok, "it is asked again when the period is over"
 
     def test_an_engine_that_says_unavailable_is_left_alone(self, bench):
         bench.store.script("exists", answering([int(UNAVAILABLE)] * 3))

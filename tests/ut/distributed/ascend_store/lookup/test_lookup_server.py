@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pytest
@@ -22,8 +22,11 @@ from vllm_ascend_ext.kv_pool.lookup import LookupKeyClient, LookupRequest
 from vllm_ascend_ext.kv_pool.lookup import server as server_module
 from vllm_ascend_ext.kv_pool.observe import Stats
 
+if TYPE_CHECKING:
+    from conftest import DrivenClock
+
 OVERDUE = 0.1
-"""A handler's deadline that a test waits out."""
+"""A handler's deadline that a test waits out, or moves the clock by."""
 
 
 # -- requests -----------------------------------------------------------------------------------------------------
@@ -285,21 +288,58 @@ def test_a_message_whose_signal_was_eaten_by_an_answer_is_found_and_nobody_spins
         assert len(waiting) < 10
 
 
-def test_a_handler_that_is_overdue_is_answered_for_and_what_it_says_later_is_dropped(path: str, stats: Stats) -> None:
-    gate = threading.Event()
+def test_a_handler_that_is_overdue_is_answered_for_and_what_it_says_later_is_dropped(
+    path: str, stats: Stats, clock: DrivenClock
+) -> None:
+    gate, inside = threading.Event(), threading.Event()
+    told: list[int] = []
+    told_before: list[int] = []
 
     def handler(request: LookupRequest) -> int:
         if request.token_len == 1:
+            inside.set()
             gate.wait(PATIENCE)
+        else:
+            told_before.append(len(told))
         return request.token_len
 
-    with serving(path, handler, stats, OVERDUE), Peer(path) as peer:
+    with serving(path, handler, stats, OVERDUE, lambda: told.append(1), clock), Peer(path) as peer:
         peer.ask(request(1))
+        assert inside.wait(PATIENCE)
+        clock.time += OVERDUE
         assert peer.answer() == ZERO
-        gate.set()
         peer.ask(request(2))
         assert peer.answer() == reply(2)
-    assert stats.snapshot() == {"lookup_handler_timeouts": 1, "lookup_served": 1}
+        gate.set()
+        peer.ask(request(3))
+        assert peer.answer() == reply(3)
+    assert stats.snapshot() == {"lookup_handler_timeouts": 1, "lookup_served": 2}
+    assert told_before == [1, 1], "the owner has been told before the next question is taken"
+
+
+def test_nobody_is_told_of_a_handler_that_never_began(path: str, stats: Stats, clock: DrivenClock) -> None:
+    """It has not been slow itself: it waited for others to end."""
+    gate, inside = threading.Event(), threading.Semaphore(0)
+    told: list[int] = []
+
+    def handler(request: LookupRequest) -> int:
+        inside.release()
+        gate.wait(PATIENCE)
+        return request.token_len
+
+    busy = server_module._HANDLER_THREADS
+    with serving(path, handler, stats, OVERDUE, lambda: told.append(1), clock), Peer(path) as peer:
+        for _ in range(busy):
+            peer.ask(GOOD)
+            assert inside.acquire(timeout=PATIENCE)
+        peer.ask(GOOD)
+        peer.ask(GOOD[:3])  # answered at once: the one before it has been put aside by now
+        assert peer.answer() == ZERO
+        clock.time += OVERDUE
+        assert [peer.answer() for _ in range(busy + 1)] == [ZERO] * (busy + 1)
+        gate.set()
+    assert stats.get("lookup_handler_timeouts") == busy + 1
+    assert len(told) == busy
 
 
 def test_stuck_handlers_are_bounded_and_their_end_is_recovered_from(path: str, stats: Stats) -> None:
