@@ -317,12 +317,16 @@ class LocalBackend(Backend):
     def _reserve(self, table: Table, rows: Rows, codes: Ints) -> Ints:
         """Codes for the keys that are there or find no room; for the others a pinned slot, -1 where there is none."""
         slots = self._find_living(table, rows.keys.digests)
-        there = table.in_state(slots, PUBLISHED)
-        table.touch(slots[there])
-        codes[:] = np.where(there, Status.OK, np.where(slots >= 0, Status.REFUSED, Status.FULL))
-        new = np.flatnonzero(slots < 0)
-        mine = np.full(len(slots), -1, np.int64)
-        mine[new] = self._make_room(table, rows.keys.digests[new], rows.totals[new], RESERVED)
+        codes[:] = Status.FULL
+        known = np.flatnonzero(slots >= 0)
+        if not len(known):  # what a put is for
+            mine = self._make_room(table, rows.keys.digests, rows.totals, RESERVED)
+        else:
+            there = table.in_state(slots[known], PUBLISHED)
+            table.touch(slots[known[there]])
+            codes[known] = np.where(there, Status.OK, Status.REFUSED)
+            mine, new = np.full(len(slots), -1, np.int64), np.flatnonzero(slots < 0)
+            mine[new] = self._make_room(table, rows.keys.digests[new], rows.totals[new], RESERVED)
         table.pin(self._session.client, mine[mine >= 0])
         return mine
 
@@ -360,7 +364,7 @@ class LocalBackend(Backend):
     def _find_living(self, table: Table, digests: Digests) -> Ints:
         """The slots of the keys, after clearing away unfinished writes of the dead."""
         slots = table.find(digests)
-        if table.in_state(slots, OPEN).any() and table.reap():
+        if (slots >= 0).any() and table.in_state(slots, OPEN).any() and table.reap():
             slots = table.find(digests)
         return slots
 
