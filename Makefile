@@ -88,6 +88,9 @@ backends: backends-packages $(BACKENDS)/.done $(ENGINE)/.mooncake ## the pool, t
 	$(ONLY_LOOPBACK) $(BACKENDS)/bin/python -m pytest -m backend -n 3 tests/ut/distributed/ascend_store/backend tests/e2e/backends
 	$(ONLY_LOOPBACK) $(ENGINE)/bin/python -m pytest -m backend tests/e2e/engine/test_mooncake.py
 
+bench-mooncake: backends-packages $(ENGINE)/.mooncake ## the same on a real Mooncake Store: build/bench-mooncake.json
+	$(ONLY_LOOPBACK) $(ENGINE)/bin/python -m benchmarks.engine --mooncake
+
 $(ASCEND)/.done: requirements-ascend.txt requirements-ascend-compiler.txt pyproject.toml
 	$(PYTHON) -m venv $(ASCEND)
 	$(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-ascend.txt
