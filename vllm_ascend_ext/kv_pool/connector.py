@@ -9,12 +9,13 @@ For vLLM 0.32 and 0.33; what 0.33 added is optional there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Histogram
+from torch import distributed
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent, KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -27,7 +28,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp_group, get_tp_group
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.request import RequestStatus
 
@@ -35,7 +40,14 @@ from vllm_ascend_ext.kv_pool import metrics
 from vllm_ascend_ext.kv_pool.engine_setup import CacheFacts, GroupSpec, Ranks, block_layouts, forward_order, pool_setup
 from vllm_ascend_ext.kv_pool.factory import make_scheduler, make_worker
 from vllm_ascend_ext.kv_pool.observe import logger
-from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ScheduledRequest, ScheduledStep, StoredBlock, WorkerReport
+from vllm_ascend_ext.kv_pool.requests import (
+    PoolMetadata,
+    ReqMeta,
+    ScheduledRequest,
+    ScheduledStep,
+    StoredBlock,
+    WorkerReport,
+)
 from vllm_ascend_ext.kv_pool.scheduler import KVPoolScheduler
 from vllm_ascend_ext.kv_pool.worker import KVPoolWorker
 
@@ -97,6 +109,74 @@ class AscendStoreKVEvents(KVConnectorKVEvents):
 
     def clear_events(self) -> None:
         self.counts.clear()
+
+
+class Announcer:
+    """Turns stored blocks into vLLM's events: what the workers don't know, as its adapter's name, is the request's.
+
+    The scheduler's side, and only while KV events are on. It remembers the requests of the saves that are under way.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], hash_unit: int) -> None:
+        self._groups = groups
+        self._hash_unit = hash_unit
+        self._requests: dict[str, Request] = {}
+        self._saves: dict[int, tuple[Request, ReqMeta]] = {}  # by job id
+
+    def begin(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def ordered(self, orders: PoolMetadata) -> None:
+        for order in orders.requests:
+            if order.save is not None and order.req_id in self._requests:
+                self._saves[order.save.job_id] = self._requests[order.req_id], order
+
+    def reported(self, report: WorkerReport) -> None:
+        for job_id in report.saved_until:
+            self._saves.pop(job_id, None)
+
+    def end(self, request_id: str) -> None:
+        """No save of the request is under way any more."""
+        self._requests.pop(request_id, None)
+        for job_id in [job for job, (_, order) in self._saves.items() if order.req_id == request_id]:
+            del self._saves[job_id]
+
+    @property
+    def holds_nothing(self) -> bool:
+        return not self._requests and not self._saves
+
+    def events(self, blocks: Iterable[StoredBlock]) -> Iterator[BlockStored]:
+        """Equal hashes mean equal adapters and extra keys, so that it doesn't matter whose of two saves it was."""
+        places = {
+            block_hash: (request, number)
+            for request, order in self._saves.values()
+            for number, block_hash in enumerate(order.block_hashes)
+        }
+        for block in blocks:
+            yield self._event(block, *places.get(block.block_hash, (None, 0)))
+
+    def _event(self, block: StoredBlock, request: Request | None, number: int) -> BlockStored:
+        group = self._groups[block.group]
+        event = BlockStored(
+            block_hashes=[maybe_convert_block_hash(block.block_hash)],
+            parent_block_hash=None if block.parent_hash is None else maybe_convert_block_hash(block.parent_hash),
+            token_ids=list(block.token_ids),
+            block_size=block.block_size,
+            lora_id=None,
+            medium="cpu",  # as vllm-ascend calls its pool
+            lora_name=None,
+            group_idx=block.group,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window,
+        )
+        if request is not None:
+            end = (number + 1) * self._hash_unit  # the hash that names a block is that of its last unit
+            keys, _ = generate_block_hash_extra_keys(request, end - block.block_size, end, 0)
+            event.extra_keys = to_event_extra_keys([keys])
+            event.session_id = request.session_id
+            if request.lora_request is not None:
+                event.lora_id, event.lora_name = request.lora_request.adapter_id, request.lora_request.name
+        return event
 
 
 @dataclass
@@ -165,13 +245,16 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         in_worker = role == KVConnectorRole.WORKER
-        self._setup = pool_setup(
-            vllm_config, _cache_facts(vllm_config, kv_cache_config), _ranks() if in_worker else Ranks()
-        )
+        facts, ranks = _cache_facts(vllm_config, kv_cache_config), Ranks()
+        if in_worker:
+            facts, ranks = replace(facts, stage_layers=_stage_layers(kv_cache_config)), _ranks()
+        self._setup = pool_setup(vllm_config, facts, ranks)
         self._scheduler: KVPoolScheduler | None = None if in_worker else make_scheduler(self._setup)
         self._worker: KVPoolWorker | None = make_worker(self._setup) if in_worker else None
         self._owners = sum(1 for _ in self._setup.topology.owners())
         self._events: list[KVCacheEvent] = []
+        announces = self._setup.enable_kv_events and not in_worker
+        self._announcer = Announcer(facts.groups, facts.hash_unit) if announces else None
         self._layers: dict[str, int] = {}  # place in the forward pass, by name
 
     @property
@@ -222,6 +305,10 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- the scheduler's hooks --------------------------------------------------------------------------------------
 
+    def on_new_request(self, request: Request) -> None:
+        if self._announcer is not None:
+            self._announcer.begin(request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -229,7 +316,10 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AscendStoreMetadata:
-        return AscendStoreMetadata(self.scheduler.build_connector_meta(_step(scheduler_output)))
+        orders = self.scheduler.build_connector_meta(_step(scheduler_output))
+        if self._announcer is not None:
+            self._announcer.ordered(orders)
+        return AscendStoreMetadata(orders)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -237,11 +327,18 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.update_connector_output(report, connector_output.finished_sending or ())
         self.scheduler.finish_loads(connector_output.finished_recving or ())
         self._forget_hashes(connector_output.invalid_block_ids)
-        if isinstance(connector_output.kv_cache_events, AscendStoreKVEvents):
-            self._note_events(connector_output.kv_cache_events)
+        if self._announcer is not None:
+            if isinstance(connector_output.kv_cache_events, AscendStoreKVEvents):
+                self._events += self._announcer.events(self._complete(connector_output.kv_cache_events))
+            self._announcer.reported(report or WorkerReport())
+            for request_id in connector_output.finished_sending or ():
+                self._announcer.end(request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.request_finished(request.request_id), None
+        saving = self.scheduler.request_finished(request.request_id)
+        if self._announcer is not None and not saving:
+            self._announcer.end(request.request_id)
+        return saving, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -250,7 +347,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             # Under policy ``fail`` vLLM takes the hashes of the blocks that failed, but not of those that another
             # request of the batch computed on them.
             self._evict(chain(*self._kv_cache_manager.get_block_ids(request.request_id)))
-        return self.scheduler.request_finished(request.request_id), None
+        return self.request_finished(request, [])
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events, self._events = self._events, []
@@ -272,9 +369,9 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._kv_cache_manager is not None:
             self._kv_cache_manager.evict_blocks(set(block_ids))
 
-    def _note_events(self, events: AscendStoreKVEvents) -> None:
-        """Announce the blocks of which every rank that owns a part has stored it in this step."""
-        self._events += [_stored_event(block) for block, count in events.counts.items() if count >= self._owners]
+    def _complete(self, events: AscendStoreKVEvents) -> list[StoredBlock]:
+        """The blocks of which every rank that owns a part has stored it in this step."""
+        return [block for block, count in events.counts.items() if count >= self._owners]
 
     # -- a worker's hooks -------------------------------------------------------------------------------------------
 
@@ -356,6 +453,18 @@ def _ranks() -> Ranks:
     )
 
 
+def _stage_layers(kv_cache_config: KVCacheConfig) -> tuple[tuple[int, ...], ...]:
+    """Layers of each group on each pipeline stage. Only the stages themselves know: the number of hidden layers says
+    nothing of draft layers, of layers without a cache, or of the groups that vLLM makes of the others."""
+    stages = get_pp_group()
+    if stages.world_size == 1:
+        return ()
+    counts: list[Any] = [None] * stages.world_size
+    own = tuple(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    distributed.all_gather_object(counts, own, group=stages.cpu_group)
+    return tuple(counts)
+
+
 def _step(output: SchedulerOutput) -> ScheduledStep:
     """The requests of a step with their current block tables: the lists in ``output`` itself only tell what was added,
     and name blocks that a sliding window has let go meanwhile."""
@@ -369,17 +478,3 @@ def _step(output: SchedulerOutput) -> ScheduledStep:
         for req_id, scheduled in output.num_scheduled_tokens.items()
     ]
     return ScheduledStep(requests, frozenset(output.preempted_req_ids or ()))
-
-
-def _stored_event(block: StoredBlock) -> BlockStored:
-    parent = block.parent_hash
-    return BlockStored(
-        block_hashes=[maybe_convert_block_hash(block.block_hash)],
-        parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-        token_ids=list(block.token_ids),
-        block_size=block.block_size,
-        lora_id=None,
-        medium="cpu",  # as vllm-ascend calls its pool
-        lora_name=None,
-        group_idx=block.group,
-    )

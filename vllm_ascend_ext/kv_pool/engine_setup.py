@@ -49,18 +49,23 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """The engine's KV caches: tokens per block hash, their layout's name, whether the CPU can read them."""
+    """The engine's KV caches: tokens per block hash, their layout's name, whether the CPU can read them.
+
+    ``stage_layers``: layers of each group on each pipeline stage, as ``PoolSetup`` has them.
+    """
 
     groups: tuple[GroupSpec, ...]
     hash_unit: int
     layout: str
     host_memory: bool
+    stage_layers: tuple[tuple[int, ...], ...] = ()
 
 
 def pool_setup(vllm_config: Any, caches: CacheFacts, ranks: Ranks) -> PoolSetup:
     """What scheduler and workers of one engine agree on.
 
-    Raises ConfigError for an option that can't be used, and for a group that a pool of hashed blocks can't restore.
+    Raises ConfigError for an option that can't be used, alone or with vLLM's own, and for a group that a pool of hashed
+    blocks can't restore.
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     config = PoolConfig.parse(transfer.kv_connector_extra_config, transfer.kv_role)
@@ -77,7 +82,7 @@ def pool_setup(vllm_config: Any, caches: CacheFacts, ranks: Ranks) -> PoolSetup:
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
     )
     events = getattr(vllm_config, "kv_events_config", None)
-    return PoolSetup(
+    setup = PoolSetup(
         config=config,
         identity=_identity(config, vllm_config.model_config, caches, head_parts(config, topology)),
         groups=tuple(_group(number, group, topology.dcp_size) for number, group in enumerate(caches.groups)),
@@ -86,7 +91,17 @@ def pool_setup(vllm_config: Any, caches: CacheFacts, ranks: Ranks) -> PoolSetup:
         dp_rank=parallel.data_parallel_index,
         enable_kv_events=events is not None and events.enable_kv_cache_events,
         host_memory=caches.host_memory,
+        stage_layers=caches.stage_layers,
     )
+    policy = transfer.kv_load_failure_policy
+    if setup.layer_reuse and policy != "fail":
+        # Under ``recompute`` vLLM lets requests of one step build on a block that one of them computes anew, and the
+        # others would load it in that step, into a buffer that holds one layer of it.
+        raise ConfigError(
+            f"kv_load_failure_policy={policy!r}: only 'fail' is allowed with "
+            f"layerwise_num_shared_buffers={config.layerwise_num_shared_buffers}"
+        )
+    return setup
 
 
 def block_layouts(

@@ -36,6 +36,8 @@ class Request:
     arrive: int = 0
     abort: int | None = None
     salt: str | None = None
+    adapter: tuple[str, int, str] | None = None
+    """Name, number and path of a LoRA adapter."""
 
 
 @dataclass(frozen=True)
@@ -130,14 +132,17 @@ class Launcher:
         return str(answer["ok"])
 
     def server(self, config: EngineConfig, log: Path) -> Server:
-        """vLLM's API server with this configuration, on a free port of the loopback; ready when entered."""
+        """vLLM's API server with this configuration, on a free port of the loopback; ready when entered.
+
+        If the configuration's environment names a door (see `controlled`), `Server.call` goes through it.
+        """
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         order = {
             "serve": ["--host", "127.0.0.1", "--port", str(port), *config.command_line()],
             "environment": config.environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         }
-        return Server(self._fork(order, log), log, port)
+        return Server(self._fork(order, log), log, port, config.environment.get("ENGINE_TIER_DOOR"))
 
     def _fork(self, order: dict[str, Any], log: Path) -> socket.socket:
         """The connection of a new process that carries out `order` and writes what it prints to `log`."""
@@ -175,6 +180,12 @@ class Launcher:
         return ours
 
 
+def _completion(request: Request, **more: Any) -> str:
+    """The body of a request of the completions API."""
+    body = {"prompt": list(request.prompt), "max_tokens": request.max_tokens, "temperature": 0}
+    return json.dumps(body | {"ignore_eos": True, "return_token_ids": True} | more)
+
+
 def _kill(pid: int) -> None:
     """End a process that leads a group, and its group, and wait until it has ended."""
     with suppress(ProcessLookupError):
@@ -187,10 +198,11 @@ def _kill(pid: int) -> None:
 class Server:
     """vLLM's API server, driven over HTTP. A context manager; ended by SIGTERM on success, killed otherwise."""
 
-    def __init__(self, connection: socket.socket, log: Path, port: int) -> None:
+    def __init__(self, connection: socket.socket, log: Path, port: int, door: str | None = None) -> None:
         self.port = port
         self._connection = connection
         self._log = log
+        self._door = door
         connection.settimeout(START_SECONDS)
         with connection.makefile("r", encoding="utf-8") as lines:
             self.pid = int(json.loads(lines.readline())["ok"])
@@ -219,18 +231,46 @@ class Server:
 
     def complete(self, request: Request) -> Output:
         """One greedy completion."""
-        body = {
-            "prompt": list(request.prompt),
-            "max_tokens": request.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        status, text = self._exchange("POST", "/v1/completions", json.dumps(body))
+        status, text = self._exchange("POST", "/v1/completions", _completion(request))
         if status != 200:
             raise EngineError(f"HTTP {status}: {text}\n{self.log()[-2000:]}")
         choice = json.loads(text)["choices"][0]
         return Output(tuple(choice["token_ids"]), choice["finish_reason"], 0)
+
+    def leave(self, request: Request, after: int) -> tuple[int, ...]:
+        """Begin one greedy completion and hang up when `after` tokens have come, 0: before anything has; the tokens."""
+        tokens: list[int] = []
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS)
+        try:
+            body = _completion(request, stream=True)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            if after == 0:
+                return ()
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    raise EngineError(f"HTTP {response.status}: {response.read().decode()}")
+                for line in response:
+                    word, _, data = line.decode().strip().partition(" ")
+                    if word == "data:" and data != "[DONE]":
+                        tokens += json.loads(data)["choices"][0]["token_ids"]
+                    if len(tokens) >= after:
+                        break
+        finally:
+            connection.close()
+        return tuple(tokens)
+
+    def call(self, half: str, function: str, **arguments: Any) -> Any:
+        """Run `module:function(inside, **arguments)` in the process of the connector's half: scheduler or worker."""
+        assert self._door is not None, "this server was started without a door"
+        with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rw", encoding="utf-8") as lines:
+            connection.settimeout(ANSWER_SECONDS)
+            connection.connect(f"{self._door}-{half}")
+            lines.write(json.dumps({"function": function, "arguments": arguments}) + "\n")
+            lines.flush()
+            answer = json.loads(lines.readline() or '{"error": "the process died"}')
+        if "error" in answer:
+            raise EngineError(f"{function}: {answer['error']}\n{self.log()[-2000:]}")
+        return answer["ok"]
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Prometheus samples by name, summed over their labels."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .client import Launcher
-from .lab import POOL_BYTES, Lab, Machine, Oracle
+from .lab import POOL_BYTES, TRACED, Lab, Machine, Oracle
 from .tiny_model import TinyModel
 
 HERE = Path(__file__).parent
@@ -56,13 +56,24 @@ def machines(folder: Path) -> dict[str, Machine]:
     """The models and options under test, by name."""
     plain = TinyModel().write(folder / "plain" / "model")
     hybrid = TinyModel(layers=4, sliding=(0, 2)).write(folder / "hybrid" / "model")
+    uneven = TinyModel(layers=3).write(folder / "uneven" / "model")
+    two_ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     small_steps = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
     return {
         "float32": Machine(plain, small_steps),
         "bfloat16": Machine(plain, small_steps | {"dtype": "bfloat16"}),
         "hybrid": Machine(hybrid, small_steps),
-        "tp2": Machine(plain, small_steps | {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
+        "adapters": Machine(plain, small_steps | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+        "tp2": Machine(plain, small_steps | {"tensor_parallel_size": 2}, two_ranks),
+        "pp2": Machine(uneven, small_steps | TRACED | {"pipeline_parallel_size": 2}, two_ranks),
     }
+
+
+@pytest.fixture(scope="session")
+def adapters(folder: Path) -> list[tuple[str, int, str]]:
+    """Two LoRA adapters of the plain model, as `Request` takes them."""
+    numbers = {"north": 1, "south": 2}
+    return [(name, n, str(TinyModel().write_adapter(folder / name, seed=n))) for name, n in numbers.items()]
 
 
 @pytest.fixture(scope="session")

@@ -54,6 +54,11 @@ def heal(host: Any) -> dict[str, int]:
     return hits
 
 
+def met(host: Any) -> dict[str, int]:
+    """What `heal` would answer: how often each call was interfered with, and how many blocks were `spoiled`."""
+    return dict(_hits)
+
+
 # -- any call ----------------------------------------------------------------------------------------------------------
 
 
@@ -96,6 +101,7 @@ def _lose(host: Any, chosen: frozenset[str]) -> None:
         there = [i for i, key in enumerate(keys) if not _meant(key, chosen)]
         for i in set(range(len(keys))) - set(there):
             _clear(addrs[i], sizes[i])  # or the block might hold the right bytes from an earlier life
+            _count("spoiled")
         codes = [int(Status.MISSING)] * len(keys)
         if there:
             loaded = original([keys[i] for i in there], addrs[there], sizes[there], fence)
@@ -104,8 +110,12 @@ def _lose(host: Any, chosen: frozenset[str]) -> None:
         return codes
 
     def key_info(original: Any, keys: Sequence[str]) -> Any:
-        infos = original(keys)
-        return [LocalKeyInfo(0, 0) if _meant(k, chosen) else info for k, info in zip(keys, infos, strict=True)]
+        infos = list(original(keys))
+        for i, key in enumerate(keys):
+            if _meant(key, chosen):
+                infos[i] = LocalKeyInfo(0, 0)
+                _count("spoiled")
+        return infos
 
     _replace(host, "get", get)
     _replace(host, "batch_get_key_info", key_info)
@@ -188,7 +198,15 @@ def trust_what_failed(host: Any) -> None:
 
 def live_requests(host: Any) -> bool:
     """Whether the scheduler's half remembers any request."""
-    return not host.scheduler_connector.scheduler.holds_nothing
+    connector = host.scheduler_connector
+    announcer = connector._announcer
+    return not connector.scheduler.holds_nothing or (announcer is not None and not announcer.holds_nothing)
+
+
+def blocks_in_use(host: Any) -> int:
+    """Blocks on the device that some request still holds, its save included."""
+    pool = host.scheduler_connector._kv_cache_manager.block_pool
+    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
 
 # -- inside ------------------------------------------------------------------------------------------------------------
@@ -204,10 +222,14 @@ def _replace(host: Any, call: str, act: Callable[..., Any]) -> None:
     original = getattr(type(backend), call).__get__(backend)
 
     def stand_in(*arguments: Any) -> Any:
-        _hits[call] = _hits.get(call, 0) + 1
+        _count(call)
         return act(original, *arguments)
 
     setattr(backend, call, stand_in)
+
+
+def _count(what: str) -> None:
+    _hits[what] = _hits.get(what, 0) + 1
 
 
 def _hashes(host: Any, prompt: list[int]) -> list[str]:
@@ -220,6 +242,7 @@ def _meant(key: str, chosen: frozenset[str]) -> bool:
 
 
 def _flip(address: int) -> None:
+    _count("spoiled")
     ctypes.c_uint8.from_address(address).value ^= 0x40
 
 

@@ -33,6 +33,7 @@ from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 
@@ -57,7 +58,8 @@ class Host:
 
     def generate(self, requests: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         """Run requests to their ends. A request: prompt (token ids), max_tokens, arrive (step at which it is added),
-        abort (its age in steps at which it is aborted, or None), salt. Raises TimeoutError past `seconds`."""
+        abort (its age in steps at which it is aborted, or None), salt, adapter (name, number, path, or None).
+        Raises TimeoutError past `seconds`."""
         names = [f"r{self.served + i}" for i in range(len(requests))]
         self.served += len(names)
         waiting = dict(zip(names, requests, strict=True))
@@ -86,7 +88,8 @@ class Host:
         if request["salt"]:
             prompt["cache_salt"] = request["salt"]
         sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True)
-        self.engine.add_request(name, prompt, sampling)
+        adapter = LoRARequest(*request["adapter"]) if request["adapter"] else None
+        self.engine.add_request(name, prompt, sampling, lora_request=adapter)
 
     def _abort(self, name: str, ends: dict[str, dict[str, Any]]) -> None:
         if name not in ends:

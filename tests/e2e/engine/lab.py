@@ -21,6 +21,8 @@ from .tiny_model import VOCABULARY
 
 BLOCK = 32
 POOL_BYTES = 64 << 20
+TRACED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+"""Options for pipeline stages: on the CPU vLLM 0.32 makes the buffers between them only where it traces the model."""
 
 _numbers = itertools.count()
 
@@ -45,8 +47,8 @@ class Machine:
 
     def alone(self) -> Machine:
         """The same on one rank: in float32 ranks add up to the same greedy tokens, and cost several times as much."""
-        options = {name: value for name, value in self.options.items() if name != "tensor_parallel_size"}
-        return Machine(self.model, options)
+        ranks = {"tensor_parallel_size", "pipeline_parallel_size", *TRACED}
+        return Machine(self.model, {name: value for name, value in self.options.items() if name not in ranks})
 
     def config(self, transfer: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
         return EngineConfig(self.model, transfer, self.options | options, self.environment)
@@ -100,6 +102,7 @@ class Lab:
         self.machine = machine
         self.extra = extra
         self.pool = f"engine-tier-{folder.name}-{next(_numbers)}"
+        self.module = "vllm_ascend_ext.kv_pool.connector"
         self._launcher = launcher
         self.folder = folder
         self._stack = ExitStack()
@@ -113,7 +116,7 @@ class Lab:
         port = next(_numbers)
         return {
             "kv_connector": "AscendStoreConnector",
-            "kv_connector_module_path": "vllm_ascend_ext.kv_pool.connector",
+            "kv_connector_module_path": self.module,
             "kv_role": "kv_both",
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {

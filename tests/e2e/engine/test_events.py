@@ -22,6 +22,7 @@ class Listener:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
+        self.seen: list[dict[str, Any]] = []
 
     def stored(self, count: int, seconds: float = 20.0) -> list[dict[str, Any]]:
         """At least `count` BlockStored events of the pool (its medium is called as in vllm-ascend), and any more."""
@@ -32,6 +33,7 @@ class Listener:
                 raise AssertionError(f"{len(found)} of {count} events after {seconds} s: {found}")
             _, _, payload = self._socket.recv_multipart()
             events = msgspec.msgpack.decode(payload)[1]
+            self.seen += events
             found += [e for e in events if e["type"] == "BlockStored" and e["medium"] == "cpu"]
         return found
 
@@ -74,6 +76,37 @@ def test_each_block_is_announced_once_and_only_if_it_is_there(
         lab.run(engine, [third])
         announced = listener.stored(4)
         assert sorted(tuple(e["token_ids"]) for e in announced) == sorted(blocks(third.prompt))
+
+
+def test_an_event_says_what_vllms_own_says_of_the_block(
+    new_lab: Callable[..., Lab], adapters: list[tuple[str, int, str]]
+) -> None:
+    """The adapter, the salt, the group and its kind: all but where the block lies."""
+    lab = new_lab("adapters")
+    (prompt,) = prompts("same", 100)
+    requests = [Request(prompt, adapter=adapters[1]), Request(prompt, salt="pepper"), Request(prompt)]
+    with listening(lab) as (listener, options), lab.engine(options=options) as engine:
+        for request in requests:
+            lab.run(engine, [request])
+        announced = listener.stored(9)
+        own = [event for event in listener.seen if event["type"] == "BlockStored" and event["medium"] == "GPU"]
+        assert not engine.call("faults:live_requests")
+    assert said(announced) == said(own)
+    keys = {(event["lora_id"], event["lora_name"], repr(event["extra_keys"])) for event in announced}
+    assert keys == {(2, "south", "[['south']]"), (None, None, "[['pepper']]"), (None, None, "[None]")}
+    assert {event["kv_cache_spec_kind"] for event in announced} == {"full_attention"}
+
+
+def said(events: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """What events say of each block, by its hash; vLLM's own are of several blocks each."""
+    found = {}
+    for event in events:
+        size = event["block_size"]
+        alike = {name: event.get(name) for name in ("lora_id", "lora_name", "group_idx", "session_id", "block_size")}
+        for number, block_hash in enumerate(event["block_hashes"]):
+            tokens = event["token_ids"][number * size : (number + 1) * size]
+            found[block_hash] = alike | {"tokens": tokens, "extra_keys": (event["extra_keys"] or [None] * 9)[number]}
+    return found
 
 
 def check_chains(events: list[dict[str, Any]]) -> None:

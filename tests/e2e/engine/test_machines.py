@@ -35,6 +35,22 @@ def test_two_engines_one_after_the_other(new_lab: Callable[..., Lab], machine: s
         assert engine.metrics("vllm:ascend_store_faults_total") == {}
 
 
+@pytest.mark.parametrize(
+    ("machine", "layerwise"),
+    [("float32", True), ("hybrid", True), ("tp2", True), pytest.param("pp2", False, id="pp2-whole"), ("pp2", True)],
+)
+def test_a_block_is_there_when_all_its_keys_are(new_lab: Callable[..., Lab], machine: str, layerwise: bool) -> None:
+    """A store without global addresses has a key of each layer on each rank; the stages of pp2 have two and one."""
+    lab = new_lab(machine, use_layerwise=layerwise)
+    lab.module = "keyed"
+    requests = [Request(prompt) for prompt in prompts(("keyed", machine), 300, 210, 100, 20)]
+    with lab.engine() as engine:
+        assert lab.run(engine, requests).cached == (0,) * 4
+        engine.reset_prefix_cache()
+        assert lab.run(engine, requests).cached == (288, 192, 96, 0)
+        assert engine.metrics("vllm:ascend_store_faults_total") == {}
+
+
 @each_mode
 def test_too_few_blocks_for_the_batch(new_lab: Callable[..., Lab], extra: dict[str, Any]) -> None:
     """Preempted requests give up blocks and come back, some into hits of what they had saved themselves."""
@@ -67,6 +83,21 @@ def test_models_of_one_name_and_dtypes_do_not_read_each_other(new_lab: Callable[
         lab.pool = labs[0].pool
         with lab.engine() as engine:
             assert lab.run(engine, requests).cached == (0,)
+
+
+def test_another_adapter_is_another_prompt(new_lab: Callable[..., Lab], adapters: list[tuple[str, int, str]]) -> None:
+    """One prompt without an adapter and with each of two; one after the other, for on the CPU vLLM 0.32 itself gives a
+    request without one the adapter of another in its batch."""
+    lab = new_lab("adapters")
+    (prompt,) = prompts("adapters", 200)
+    requests = [Request(prompt, adapter=adapter) for adapter in (None, *adapters)]
+    assert len({lab.oracle.tokens(lab.machine, [request]) for request in requests}) == 3
+    with lab.engine() as engine:
+        for request in requests:
+            assert lab.run(engine, [request]).cached == (0,)
+    with lab.engine() as engine:
+        for request in requests:
+            assert lab.run(engine, [request]).cached == (192,)
 
 
 @each_mode

@@ -47,6 +47,23 @@ class TinyModel:
         )
         return directory
 
+    def write_adapter(self, directory: Path, seed: int) -> Path:
+        """Write a LoRA adapter of this model into `directory`, large enough to change nearly every token."""
+        directory.mkdir(parents=True, exist_ok=True)
+        generator = torch.Generator().manual_seed(seed)
+        rows = {"q_proj": self.heads * self.head_dim, "v_proj": self.kv_heads * self.head_dim}
+        described = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
+        described |= {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": list(rows)}
+        (directory / "adapter_config.json").write_text(json.dumps(described | {"base_model_name_or_path": "model"}))
+        weights = {}
+        for layer in range(self.layers):
+            for name, outputs in rows.items():
+                prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                weights[f"{prefix}.lora_A.weight"] = torch.randn(8, self.hidden, generator=generator) / self.hidden**0.5
+                weights[f"{prefix}.lora_B.weight"] = torch.randn(outputs, 8, generator=generator)
+        save_file(weights, str(directory / "adapter_model.safetensors"))
+        return directory
+
     def _config(self) -> dict[str, object]:
         kinds = ["sliding_attention" if i in self.sliding else "full_attention" for i in range(self.layers)]
         config: dict[str, object] = {

@@ -21,6 +21,7 @@ from vllm_ascend_ext.kv_pool.engine_setup import (
 )
 from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.groups import GroupKind
+from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase, Naming
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,13 @@ class Engine:
     extra: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     events: Any = None
+    policy: str = "recompute"
 
     @property
     def kv_transfer_config(self) -> Any:
-        return SimpleNamespace(kv_connector_extra_config=self.extra, kv_role="kv_both")
+        return SimpleNamespace(
+            kv_connector_extra_config=self.extra, kv_role="kv_both", kv_load_failure_policy=self.policy
+        )
 
     @property
     def kv_events_config(self) -> Any:
@@ -190,6 +194,31 @@ def test_mla_has_one_head_on_every_rank() -> None:
 def test_groups_that_a_pool_cannot_restore_are_refused(group: GroupSpec, said: str) -> None:
     with pytest.raises(ConfigError, match=f"group 0.*{said}"):
         pool_setup(Engine(), replace(FACTS, groups=(group,)), Ranks())
+
+
+REUSE = {"use_layerwise": True, "layerwise_num_shared_buffers": 2}
+
+
+def test_layers_that_share_buffers_need_the_policy_fail() -> None:
+    said = "kv_load_failure_policy='recompute': only 'fail' is allowed with layerwise_num_shared_buffers=2"
+    with pytest.raises(ConfigError, match=said):
+        pool_setup(Engine(extra=REUSE), FACTS, Ranks())
+    assert pool_setup(Engine(extra=REUSE, policy="fail"), FACTS, Ranks()).layer_reuse
+    assert pool_setup(Engine(extra={"use_layerwise": True}), FACTS, Ranks()).config.use_layerwise
+
+
+def test_keys_of_layers_know_the_other_stages_layers() -> None:
+    """A look-up on the first stage asks for the layers of the last one too, however many those are."""
+    engine = Engine(extra={"use_layerwise": True}, sizes={"pipeline_parallel_size": 2})
+    facts = replace(FACTS, stage_layers=((2,), (3,)))
+    for stage, own in enumerate(facts.stage_layers):
+        setup = pool_setup(engine, facts, Ranks(pp=stage))
+        assert setup.layers_per_stage(own) == ((2,), (3,))
+        database = ChunkedTokenDatabase(setup, Naming.LAYER)
+        database.set_layers(own)
+        assert len({keys[0] for keys in database.owner_keys(0, [b"hash"], 0)}) == 2 + 3
+    with pytest.raises(ConfigError, match=r"stage_layers=\(\).*2 stages are needed, with \(2,\) layers on stage 0"):
+        pool_setup(engine, FACTS, Ranks()).layers_per_stage((2,))
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
