@@ -107,8 +107,9 @@ class KVPoolScheduler:
         tracker = self._tracker(request)
         start = tracker.cached_tokens
         load = LoadSpec(next(self._job_ids), start, start + num_external_tokens, self._setup.load_async)
-        if tracker.load_job is not None:
+        if tracker.load_job is not None:  # of a life that has ended, or of blocks that were never used
             self._load_owner.pop(tracker.load_job, None)
+            self._loads = [meta for meta in self._loads if meta.load and meta.load.job_id != tracker.load_job]
         self._own_load(tracker, load.job_id)
         self._loads.append(
             ReqMeta(
@@ -126,8 +127,9 @@ class KVPoolScheduler:
         for req_id in step.preempted:
             if (tracker := self._trackers.get(req_id)) is not None:
                 self._forget_jobs(tracker)
-        loads, self._loads = self._loads, []
-        for meta in loads:  # a request may be preempted and resumed within one step: this load is its new life's
+        metas = {meta.req_id: meta for meta in self._loads}
+        self._loads = []
+        for meta in metas.values():  # a request may be preempted and resumed within one step: it is its new life's load
             assert meta.load is not None
             if (tracker := self._trackers.get(meta.req_id)) is not None:
                 self._own_load(tracker, meta.load.job_id)
@@ -135,7 +137,6 @@ class KVPoolScheduler:
             self._trust.loading(meta.block_ids[0][first:].tolist())
             if self._num_ranks > 1 and not meta.load.is_async:
                 self._unsettled[meta.load.job_id] = set(meta.block_ids[0].tolist())
-        metas = {meta.req_id: meta for meta in loads}
         if self._setup.layer_reuse:
             metas = {meta.req_id: meta for meta in self._reuse_orders(step.requests, metas)}
         lost = self._trust.plan(step.requests)
@@ -356,9 +357,9 @@ class KVPoolScheduler:
             return
         del self._save_owner[job_id]
         tracker = self._trackers.get(req_id)
-        if tracker is None:  # a late save
+        save = tracker.save_jobs.pop(job_id, None) if tracker is not None else None
+        if tracker is None or save is None:  # a late save, of a request that has ended; its id may have come again
             return
-        save = tracker.save_jobs.pop(job_id)
         complete = saved_until >= save.end_token
         tracker.save_failures = 0 if complete else tracker.save_failures + 1
         if save.start_token <= tracker.saved_tokens:  # otherwise a failed load has moved the mark back meanwhile

@@ -413,6 +413,19 @@ class TestSeveralRanks:
         desk.scheduler.update_connector_output(None, ["a"])
         assert desk.scheduler.holds_nothing
 
+    def test_a_report_of_a_late_save_is_not_that_of_a_new_request_of_the_same_id(self):
+        """It would have been looked for among the new one's jobs, and an exception here ends the engine."""
+        desk, _, job_id = self.desk()
+        desk.scheduler.request_finished("a")
+        self.used(desk, job_id)
+        late = desk.step()
+        new = request()
+        desk.lookup._answer = 0
+        desk.admit(new)
+        desk.report(late, ranks=2)
+        (meta,) = saves(desk.step((new, 0, 16)))
+        assert (meta.save.start_token, meta.save.end_token) == (0, 16)
+
     @pytest.mark.parametrize("early_steps", [0, 1])
     def test_or_never_if_the_load_failed_and_its_blocks_are_freed(self, early_steps):
         desk, _, job_id = self.desk()
