@@ -90,9 +90,12 @@ class StoreClient:
         self._clock = clock
         self._checksum = checksum
 
-    def exists(self, keys: Sequence[str]) -> Answer:
-        """OK for a published key, MISSING for one that is not there; anything else is a failure of that key."""
-        return self.call("exists", len(keys), lambda: self.backend.exists(keys), self._presence)
+    def exists(self, keys: Sequence[str], *, always: bool = False) -> Answer:
+        """OK for a published key, MISSING for one that is not there; anything else is a failure of that key.
+
+        ``always``: see ``call``.
+        """
+        return self.call("exists", len(keys), lambda: self.backend.exists(keys), self._presence, always=always)
 
     def put(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> Answer:
         """Publish each key's segments."""

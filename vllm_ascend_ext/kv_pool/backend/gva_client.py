@@ -50,9 +50,9 @@ class GvaClient:
     def _backend(self) -> Backend:
         return self._client.backend
 
-    def exists(self, keys: Sequence[str]) -> Answer:
-        """OK for a published key, MISSING for one that is absent or not finished."""
-        return self._client.exists(keys)
+    def exists(self, keys: Sequence[str], *, always: bool = False) -> Answer:
+        """OK for a published key, MISSING for one that is absent or not finished. ``always``: see ``StoreClient``."""
+        return self._client.exists(keys, always=always)
 
     def alloc(self, keys: Sequence[str], size: int) -> Opened:
         """Open a write of ``size`` bytes for each key. No value <= 0 is ever an address."""

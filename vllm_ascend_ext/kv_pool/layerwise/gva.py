@@ -338,7 +338,7 @@ class OpenWrites:
         if not keys:
             return
         self._stats.failure("write_finish_failed", f"{len(keys)} writes", (), cause)
-        present = self._client.exists(keys)
+        present = self._client.exists(keys, always=True)
         open_still = [key for key, status in zip(keys, present.statuses, strict=True) if status is Status.MISSING]
         self._client.finish(open_still, [UNKNOWN_CODE] * len(open_still))
 

@@ -212,6 +212,14 @@ class TestFinish:
         assert bench.stats.get("write_finish_failed") == 1
         bench.check_closed()
 
+    def test_so_is_one_of_an_engine_that_is_left_alone_after_it(self, bench):
+        """That it is unavailable opens the breaker, and that keeps the pool from asking, but not from giving back."""
+        bench.store.script("batch_write_finish", answering([-3014, -3014]))
+        (statuses,) = bench.run(bench.save([["a", "b"]]))
+        assert statuses == [[Status.UNAVAILABLE] * 2]
+        assert bench.pool.published() == []
+        bench.check_closed()
+
     def test_a_refusal_is_one_keys_alone(self, bench):
         def refuse_first(call):
             return [-3000, *bench.store.inner.batch_write_finish(["b"], [0])]
