@@ -78,12 +78,13 @@ class Outcomes:
     # -- saves ------------------------------------------------------------------------------------------------------
 
     def saved(self, request: ReqMeta, result: JobResult) -> None:
-        """A save ended; it got as far as its first block that isn't in the store."""
+        """A save ended; it got as far as its first block that isn't in the store, or that the request doesn't have."""
         save = request.save
         assert save is not None
-        until = save.end_token
+        sizes = [group.block_size for group in self._setup.groups]
+        until = min(save.end_token, *(len(t) * size for t, size in zip(request.block_ids, sizes, strict=True)))
         for part, position, _ in result.failures():
-            until = min(until, int(part.indices[position]) * self._setup.groups[part.group].block_size)
+            until = min(until, int(part.indices[position]) * sizes[part.group])
         self._report.saved_until[save.job_id] = (max(until, save.start_token), 1)
         if self._setup.enable_kv_events:
             self._note_stored(request, result)

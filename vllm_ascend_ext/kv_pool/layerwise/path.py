@@ -14,7 +14,7 @@ from vllm_ascend_ext import device
 from vllm_ascend_ext.kv_pool.backend.client import StoreClient
 from vllm_ascend_ext.kv_pool.calls import Call
 from vllm_ascend_ext.kv_pool.clock import Clock, Deadline
-from vllm_ascend_ext.kv_pool.errors import Cancelled, ClosedError, DeadlineExceeded
+from vllm_ascend_ext.kv_pool.errors import Cancelled, ClosedError, DeadlineExceeded, Status
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.layerwise.batches import LayerPlan
 from vllm_ascend_ext.kv_pool.layerwise.gate import StepEnded
@@ -128,7 +128,8 @@ class LayerwisePath:
         for job, request in enumerate(step.loading):
             result = load.result(job)
             if not result.ok:
-                self._stats.failure("load_failed", result.describe(), [request.req_id], result.cause)
+                cause = step.senseless.get(job, result.cause)
+                self._stats.failure("load_failed", result.describe(), [request.req_id], cause)
             self._outcomes.loaded(request, result)
         if load.failed:
             self._distrust(step, load)
@@ -164,11 +165,16 @@ class LayerwisePath:
         return step
 
     def _begin_loads(self, step: LayerStep) -> None:
-        jobs = []
+        jobs: list[TransferJob] = []
         for request in step.meta.requests:
-            if request.load is not None and not request.load.is_async:
-                step.loading.append(request)
-                jobs.append(self._load_job(request))
+            if request.load is None or request.load.is_async:
+                continue
+            step.loading.append(request)
+            try:
+                jobs.append(self._orders.load_job(request))
+            except Exception as cause:  # orders that make no sense: all that they could have meant has failed
+                step.senseless[len(jobs)] = cause
+                jobs.append(self._orders.whole_load(request))
         if not jobs:
             return
         step.load = LayerLoad(
@@ -178,14 +184,11 @@ class LayerwisePath:
             depth=self._config.layerwise_prefetch_layers,
             wait_for_buffer=step.wait_for_buffer,
         )
+        for number in step.senseless:
+            step.load.drop(number, Status.INVALID)
+        if step.senseless:
+            self._distrust(step, step.load)
         step.carried_out_by(step.load, self.recving.carry_out(step.load, self._backstop()))
-
-    def _load_job(self, request: ReqMeta) -> TransferJob:
-        try:
-            return self._orders.load_job(request)
-        except Exception as cause:
-            self._stats.failure("load_failed", "its orders make no sense", [request.req_id], cause)
-            return self._orders.whole_load(request)
 
     def _begin_saves(self, step: LayerStep) -> None:
         jobs = []

@@ -275,7 +275,8 @@ class LayerStep:
     """Both directions of one step, and the calls that carry them out.
 
     ``computed[l]``: the device's point at which layer l is computed. ``loading`` and ``saving``: the requests of the
-    jobs of ``load`` and ``save``; ``dropped``: numbers of jobs of ``save`` that were given up after a failed load.
+    jobs of ``load`` and ``save``; ``senseless``: why jobs of ``load`` could not be made, by their numbers; ``dropped``:
+    numbers of jobs of ``save`` that were given up after a failed load.
     """
 
     def __init__(self, meta: PoolMetadata, plan: LayerPlan) -> None:
@@ -289,6 +290,7 @@ class LayerStep:
         self.save: LayerSave | None = None
         self.loading: list[ReqMeta] = []
         self.saving: list[ReqMeta] = []
+        self.senseless: dict[int, Exception] = {}
         self.dropped: set[int] = set()
         self.settled = False
         self._calls: dict[LayerTransfer, Call[None]] = {}

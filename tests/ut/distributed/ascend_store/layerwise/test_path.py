@@ -10,111 +10,17 @@ import pytest
 
 from fixtures.clock import ManualClock
 from fixtures.device_events import ScriptedEvent
-from fixtures.engine_memory import GroupMemory, Request
+from fixtures.engine_memory import Request
 from fixtures.footprint import footprint
 from fixtures.gates import Gate
-from fixtures.gva_stores import FlakyGvaStore, GvaPool, LaxGvaStore, StrictGvaStore
-from fixtures.memory_store import MemoryStore
-from fixtures.parts import make_setup
-from fixtures.stores import FlakyStore, answering, holding, raising
-from vllm_ascend_ext import device
+from fixtures.layer_rank import LAYERS, LayerRank
+from fixtures.stores import answering, holding, raising
 from vllm_ascend_ext.kv_pool.clock import MONOTONIC
-from vllm_ascend_ext.kv_pool.groups import CacheGroup
-from vllm_ascend_ext.kv_pool.requests import LoadSpec, PoolMetadata, ReqMeta, SaveSpec
-from vllm_ascend_ext.kv_pool.worker import KVPoolWorker
-
-LAYERS = 4
+from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta
 
 
 class Fatal(BaseException):
     """What ends a thread."""
-
-
-class Rank:
-    """A started worker over one of three stores, with caches whose right bytes are known."""
-
-    def __init__(self, tmp_path, kind="gva", *, clock=None, new_event=device.new_event, pool=None, **config):
-        self.kind = kind
-        self.pool = pool or GvaPool(1 << 16)
-        if kind == "key":
-            self.store = FlakyStore(pool if pool is not None else MemoryStore())
-        else:
-            self.store = FlakyGvaStore({"gva": LaxGvaStore, "strict": StrictGvaStore}[kind](self.pool))
-        self.clock = clock or ManualClock()
-        self.setup = make_setup(tmp_path, **{"use_layerwise": True, "layer_timeout": 30.0, **config})
-        self.worker = KVPoolWorker(self.setup, self.store, new_event=new_event, clock=self.clock)
-        self.worker.start()
-        self.memory = GroupMemory(0, CacheGroup(4), 32, LAYERS, ["all"])
-        self.worker.register_kv_caches([self.memory.layout()])
-        self.jobs = 0
-
-    # -- orders ---------------------------------------------------------------------------------------------------
-
-    def request(self, name, blocks, tokens=16):
-        request = Request(name, [len(name) * 1000 + ord(name[0]) + n for n in range(tokens)], tokens, tokens, 4)
-        request.tables = (list(blocks),)
-        return request
-
-    def orders(self, *parts, **meta):
-        """``parts``: (request, tokens to load, tokens to save from and to), the last two None where there are none."""
-        metas = []
-        for request, load, save in parts:
-            self.jobs += 2
-            metas.append(
-                ReqMeta(
-                    request.request_id,
-                    (np.asarray(request.block_ids, dtype=np.int64),),
-                    tuple(request.block_hashes),
-                    LoadSpec(self.jobs, 0, load, False) if load else None,
-                    SaveSpec(self.jobs + 1, *save) if save else None,
-                )
-            )
-        return PoolMetadata(metas, **{"computed_blocks": (np.empty(0, dtype=np.int64),), **meta})
-
-    # -- a step ---------------------------------------------------------------------------------------------------
-
-    def forward(self, orders, requests=(), layers=range(LAYERS)):
-        """Layers of a forward pass; ``requests``: (request, from, to) tokens to compute in each."""
-        for layer in layers:
-            self.worker.wait_for_layer_load(orders, layer)
-            for request, start, end in requests:
-                self.memory.write(request, layer, start, end, garbage=False)
-            self.worker.save_kv_layer(orders, layer)
-
-    def finish(self, orders):
-        """The hooks behind the forward pass: (invalid blocks, report)."""
-        self.worker.wait_for_save(orders)
-        self.worker.get_finished(orders)
-        return self.worker.get_block_ids_with_load_errors(), self.worker.take_report()
-
-    def save(self, request, tokens=16):
-        orders = self.orders((request, None, (0, tokens)))
-        self.worker.handle_preemptions(orders)
-        self.forward(orders, [(request, 0, tokens)])
-        self.worker.start_load_kv(orders)
-        return self.finish(orders)
-
-    def right(self, request, tokens):
-        return [self.memory.first_wrong(request, layer, tokens) for layer in range(LAYERS)] == [None] * LAYERS
-
-    def published(self):
-        return list(self.store.inner.values) if self.kind == "key" else self.pool.published()
-
-    def forget(self, key):
-        self.store.inner.values.pop(key) if self.kind == "key" else self.pool.evict(key)
-
-    def check_given_back(self):
-        """Nothing is open or leased once the threads have done what they had to do."""
-        if self.kind == "key":
-            return
-        path, nothing = self.worker._path, {"open_writes": 0, "leases": 0}
-        for _ in range(1200):  # a minute: nobody tells when a thread has given back what it had
-            if path.recving._lanes.wait_until(lambda: self.pool.ledger() == nothing, 0.05):
-                break
-        assert self.pool.ledger() == nothing
-        assert not path.recving.leases.held
-        assert path.recving.leases.acquired == path.recving.leases.released
-        assert path.sending.writes.is_empty
 
 
 KINDS = ["gva", "strict", "key"]
@@ -122,20 +28,14 @@ KINDS = ["gva", "strict", "key"]
 
 @pytest.fixture
 def rank(tmp_path, request):
-    subject = Rank(tmp_path, getattr(request, "param", "gva"), checksum=True)
+    subject = LayerRank(tmp_path, getattr(request, "param", "gva"), checksum=True)
     yield subject
     subject.worker.close()
 
 
-def with_saved(rank, name="a", blocks=(1, 2, 3, 4)):
-    """A request whose 16 tokens are in the store, with fresh blocks to load them into."""
-    rank.save(rank.request(name, blocks))
-    return rank.request(name, [block + 10 for block in blocks])
-
-
 @pytest.mark.parametrize("rank", KINDS, indirect=True)
 def test_what_was_saved_is_loaded(rank):
-    request = with_saved(rank)
+    request = rank.saved()
     orders = rank.orders((request, 16, None))
     rank.worker.start_load_kv(orders)
     rank.forward(orders)
@@ -148,7 +48,7 @@ def test_what_was_saved_is_loaded(rank):
 @pytest.mark.parametrize("rank", KINDS, indirect=True)
 def test_a_layer_is_there_when_its_wait_ends_and_only_so_many_beyond(rank):
     """Prefetch depth 1: layer n + 1 comes when attention of layer n has begun, and not before."""
-    request = with_saved(rank)
+    request = rank.saved()
     orders = rank.orders((request, 16, None))
     rank.worker.start_load_kv(orders)
     for layer in range(LAYERS):
@@ -185,7 +85,7 @@ class TestFailedLoad:
     @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
     @pytest.mark.parametrize("fault", [raising(OSError("down")), answering(-3014), answering(None)])
     def test_ends_this_wait_and_every_later_one_and_names_the_blocks(self, rank, layer, fault):
-        request = with_saved(rank)
+        request = rank.saved()
         orders = rank.orders((request, 16, None))
         rank.store.script("batch_copy", *[lambda call: call()] * layer, fault)
         rank.worker.start_load_kv(orders)
@@ -199,8 +99,8 @@ class TestFailedLoad:
 
     @pytest.mark.parametrize("layer", [0, LAYERS - 1])
     def test_of_one_block_leaves_the_others_alone(self, tmp_path, layer):
-        rank = Rank(tmp_path, "key", checksum=True)
-        first, second = with_saved(rank), with_saved(rank, "b", (5, 6, 7, 8))
+        rank = LayerRank(tmp_path, "key", checksum=True)
+        first, second = rank.saved(), rank.saved("b", (5, 6, 7, 8))
         orders = rank.orders((first, 16, None), (second, 16, None))
 
         def lose_the_second(call):
@@ -217,7 +117,7 @@ class TestFailedLoad:
 
     def test_of_one_request_leaves_the_others_alone(self, rank):
         """One bad address refuses the whole batch; it is taken apart."""
-        first, second = with_saved(rank), with_saved(rank, "b", (5, 6, 7, 8))
+        first, second = rank.saved(), rank.saved("b", (5, 6, 7, 8))
         orders = rank.orders((first, 16, None), (second, 16, None))
         gva = str(rank.store.inner.batch_alloc([rank.pool.published()[0]], [1])[0])
 
@@ -231,7 +131,7 @@ class TestFailedLoad:
         assert rank.right(second, 16)
 
     def test_dead_thread(self, rank):
-        request = with_saved(rank)
+        request = rank.saved()
         orders = rank.orders((request, 16, None))
         rank.store.script("batch_copy", lambda call: call(), raising(Fatal()))
         rank.worker.start_load_kv(orders)
@@ -246,8 +146,8 @@ class TestFailedLoad:
     def test_gate_that_can_not_open(self, tmp_path):
         """The device event fails: nobody stands before the gate until the deadline."""
         events = iter([ScriptedEvent(on_record=RuntimeError("device lost"))])
-        rank = Rank(tmp_path, checksum=True)
-        request = with_saved(rank)
+        rank = LayerRank(tmp_path, checksum=True)
+        request = rank.saved()
         rank.worker._path._new_event = lambda: next(events, ScriptedEvent())
         orders = rank.orders((request, 16, None))
         rank.worker.start_load_kv(orders)
@@ -258,11 +158,17 @@ class TestFailedLoad:
 
     def test_copy_that_never_returns(self, tmp_path):
         """It is given up at the layer's deadline; what it does later touches no block, and it gives its leases back."""
-        rank = Rank(tmp_path, checksum=True, clock=MONOTONIC, layer_timeout=0.2)
-        request = with_saved(rank)
+        rank = LayerRank(tmp_path, checksum=True)
+        request = rank.saved()
         orders = rank.orders((request, 16, None))
         with Gate() as gate:
-            rank.store.script("batch_copy", holding(gate))
+
+            def never_return(call):
+                rank.clock.advance(rank.setup.config.layer_timeout)
+                gate.hold()
+                return call()
+
+            rank.store.script("batch_copy", never_return)
             rank.worker.start_load_kv(orders)
             rank.forward(orders)
             assert rank.finish(orders)[0] == {11, 12, 13, 14}
@@ -275,7 +181,7 @@ class TestFailedLoad:
     @pytest.mark.parametrize("rank", ["gva", "key"], indirect=True)
     def test_nothing_is_saved_of_what_was_computed_on_it(self, rank):
         """A50, and of no request that shares one of the failed blocks."""
-        request = with_saved(rank)
+        request = rank.saved()
         long = rank.request("a", [*request.block_ids, 21, 22], tokens=24)
         sharing = rank.request("c", [11, 12, 23], tokens=12)
         other = rank.request("d", [24, 25], tokens=8)
@@ -306,7 +212,7 @@ class TestFailedSave:
     def test_event_that_is_never_reached(self, tmp_path):
         """The device hangs: the save is given up, the step goes on, and nothing is published later."""
         gate = Gate()
-        rank = Rank(
+        rank = LayerRank(
             tmp_path,
             checksum=True,
             clock=MONOTONIC,
@@ -325,7 +231,9 @@ class TestFailedSave:
         rank.worker.close()
 
     def test_event_that_can_not_be_recorded(self, tmp_path):
-        rank = Rank(tmp_path, checksum=True, new_event=lambda: ScriptedEvent(on_record=RuntimeError("device lost")))
+        rank = LayerRank(
+            tmp_path, checksum=True, new_event=lambda: ScriptedEvent(on_record=RuntimeError("device lost"))
+        )
         _, report = rank.save(rank.request("a", [1, 2, 3, 4]))
         assert list(report.saved_until.values()) == [(0, 1)]
         assert rank.worker.stats.get("layer_event_failed") > 0
@@ -346,7 +254,7 @@ class TestAbortedStep:
     @pytest.mark.parametrize("layers", range(LAYERS + 1))
     def test_is_closed_as_a_whole_by_the_next_one(self, rank, layers):
         """Nothing of it is published or held, what it had not loaded is reported, and the next step is as any other."""
-        loading = with_saved(rank)
+        loading = rank.saved()
         saving = rank.request("b", [5, 6, 7, 8])
         aborted = rank.orders((loading, 16, None), (saving, None, (0, 16)))
         rank.worker.start_load_kv(aborted)
@@ -374,8 +282,8 @@ class TestExpiredLease:
     def test_what_was_copied_after_its_end_is_not_trusted(self, tmp_path):
         """The lax engine copies on; without digests nothing else would tell."""
         clock = ManualClock()
-        rank = Rank(tmp_path, checksum=False, clock=clock, lease_ttl=40.0)
-        request = with_saved(rank)
+        rank = LayerRank(tmp_path, checksum=False, clock=clock, lease_ttl=40.0)
+        request = rank.saved()
         orders = rank.orders((request, 16, None))
 
         def slow(call):
@@ -390,7 +298,7 @@ class TestExpiredLease:
 
 
 def test_orders_that_make_no_sense_fail_their_request_alone(rank):
-    good = with_saved(rank)
+    good = rank.saved()
     bad = rank.request("z", [15, 16, 17, 18])
     orders = rank.orders((bad, 16, None), (good, 16, None))
     orders.requests[0] = ReqMeta("z", orders.requests[0].block_ids, (), orders.requests[0].load)  # no hashes
@@ -403,7 +311,7 @@ def test_orders_that_make_no_sense_fail_their_request_alone(rank):
 
 
 def test_a_block_outside_the_cache_is_never_written_to(rank):
-    request = with_saved(rank)
+    request = rank.saved()
     request.tables = ([11, 12, 13, 99],)
     orders = rank.orders((request, 16, None))
     rank.worker.start_load_kv(orders)
@@ -412,7 +320,7 @@ def test_a_block_outside_the_cache_is_never_written_to(rank):
 
 
 def test_corrupt_values_are_reported_and_taken_out(rank):
-    request = with_saved(rank)
+    request = rank.saved()
     spoiled = rank.pool.published()[1]
     rank.pool.spoil(spoiled)
     orders = rank.orders((request, 16, None))
@@ -426,7 +334,7 @@ def test_corrupt_values_are_reported_and_taken_out(rank):
 
 @pytest.mark.parametrize("rank", ["gva", "key"], indirect=True)
 def test_evicted_between_look_up_and_load(rank):
-    request = with_saved(rank)
+    request = rank.saved()
     if rank.kind == "key":
         gone = next(iter(rank.store.inner.values))
         rank.store.inner.remove([gone])
@@ -457,7 +365,7 @@ def test_thousands_of_requests_leave_nothing_behind(rank):
                 rank.forward(orders)
                 rank.finish(orders)
             for key in rank.published():
-                rank.forget(key)
+                rank.evict(key)
         rank.worker.wait_for_save(PoolMetadata())
         rank.worker.get_block_ids_with_load_errors()
         rank.worker.take_report()
@@ -474,8 +382,8 @@ def test_thousands_of_requests_leave_nothing_behind(rank):
 def test_a_step_whose_cleaning_up_is_stuck_does_not_keep_the_next_ones_waiting(tmp_path):
     """remove_lease never returns: after a while that is said, and its lane is given to others."""
     clock = ManualClock()
-    rank = Rank(tmp_path, checksum=True, clock=clock)
-    request = with_saved(rank)
+    rank = LayerRank(tmp_path, checksum=True, clock=clock)
+    request = rank.saved()
     with Gate() as gate:
         rank.store.always("batch_remove_lease", holding(gate))
         for _ in range(4):
