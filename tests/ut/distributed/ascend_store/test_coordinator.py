@@ -30,9 +30,15 @@ def needed_blocks(group, end):
     return {token // group.block_size for token in range(first, end)}
 
 
+def proving_blocks(group, end):
+    """Of a draft model's group, the block behind ``end`` too: what the last one holds depends on the token after it."""
+    return needed_blocks(group, end) | ({end // group.block_size} if group.is_draft else set())
+
+
 def groups_of(draw_sizes=(4, 8, 12)):
-    full = st.builds(CacheGroup, st.sampled_from(draw_sizes))
-    sliding = st.builds(CacheGroup, st.sampled_from(draw_sizes), st.just(SLIDING), st.integers(2, 40))
+    full = st.builds(CacheGroup, st.sampled_from(draw_sizes), is_draft=st.booleans())
+    windows = st.integers(2, 40)
+    sliding = st.builds(CacheGroup, st.sampled_from(draw_sizes), st.just(SLIDING), windows, is_draft=st.booleans())
     state = st.builds(CacheGroup, st.sampled_from(draw_sizes), st.just(STATE))
     return st.lists(st.one_of(full, sliding, state), min_size=1, max_size=3).map(tuple)
 
@@ -49,7 +55,7 @@ def test_a_hit_is_the_longest_boundary_at_which_every_group_has_all_that_it_need
         end
         for end in range(setup.granularity, max_tokens + 1, setup.granularity)
         if all(
-            all(index < len(have) and have[index] for index in needed_blocks(group, end))
+            all(index < len(have) and have[index] for index in proving_blocks(group, end))
             for group, have in zip(groups, present, strict=True)
         )
     ]
@@ -89,6 +95,13 @@ def test_the_hit_is_a_common_boundary_and_not_the_least_of_the_groups_own_hits(f
         *(blocks(3, *(end // 4 - 1 for end in saved)) for saved in states),
     ]
     assert coordinator(*groups, unit=1).hit(present, 12) == hit
+
+
+def test_a_draft_models_last_block_is_not_enough_for_its_own_end():
+    subject = coordinator(CacheGroup(4), CacheGroup(4, is_draft=True))
+    assert subject.hit([blocks(3, 0, 1, 2), blocks(3, 0, 1, 2)], 12) == 8
+    assert subject.hit([blocks(4, 0, 1, 2), blocks(4, 0, 1, 2, 3)], 16) == 12
+    assert subject.hit([blocks(1, 0), blocks(1, 0)], 4) == 0
 
 
 class TestStores:

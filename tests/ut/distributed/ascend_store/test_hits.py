@@ -1,6 +1,7 @@
 """Hits: what every rank and every group can serve, and nothing at all when the store's answer can't be trusted."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from vllm_ascend_ext.kv_pool.groups import CacheGroup, GroupKind
 from vllm_ascend_ext.kv_pool.hits import HitFinder
 from vllm_ascend_ext.kv_pool.keys import Topology
 from vllm_ascend_ext.kv_pool.observe import Stats
-from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
+from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase, Naming
 
 HASHES = [bytes([number]) * 32 for number in range(8)]
 
@@ -22,12 +23,12 @@ HASHES = [bytes([number]) * 32 for number in range(8)]
 class Finder:
     """A HitFinder on a store in which single keys can be made present."""
 
-    def __init__(self, **setup):
-        self.setup = make_setup(**setup)
+    def __init__(self, naming=Naming.BLOCK, *, setup=None, **options):
+        self.setup = setup or make_setup(**options)
         self.store = FlakyStore(MemoryStore())
         self.stats = Stats()
-        self.finder = HitFinder(self.setup, StoreClient(self.store, self.stats), self.stats)
-        self.database = ChunkedTokenDatabase(self.setup)
+        self.finder = HitFinder(self.setup, StoreClient(self.store, self.stats), self.stats, naming)
+        self.database = ChunkedTokenDatabase(self.setup, naming)
 
     def keys(self, group=0, owner=0):
         return self.database.owner_keys(group, HASHES, 0)[owner]
@@ -68,12 +69,32 @@ def test_hex_text_and_raw_bytes_find_the_same():
 
 
 class TestRanks:
-    def test_a_block_is_there_when_every_shard_of_it_is(self):
-        finder = Finder(topology=Topology(tp_size=2, pp_size=2, pcp_size=2, dcp_size=2, num_kv_heads=2))
+    @pytest.mark.parametrize("naming", [Naming.BLOCK, Naming.GVA])
+    def test_a_block_is_there_when_every_shard_of_it_is(self, naming):
+        """A23: whatever the path, a key for each rank that owns a part, all of them different."""
+        finder = Finder(naming, topology=Topology(tp_size=2, pp_size=2, pcp_size=2, dcp_size=2, num_kv_heads=2))
         owners = range(16)
         for missing in owners:
             finder.store.inner.values.clear()
             finder.fill(*itertools.chain(*(finder.keys(owner=owner) for owner in owners)))
+            assert len(finder.store.inner.values) == 16 * len(HASHES)
+            assert finder.hit() == 32
+            del finder.store.inner.values[finder.keys(owner=missing)[3]]
+            assert finder.hit() == 12
+
+    def test_by_layer_it_is_there_when_every_layer_of_every_shard_is(self):
+        """A23: both stages count their layers from 0."""
+        topology = Topology(tp_size=2, pp_size=2, pcp_size=2, dcp_size=2, num_kv_heads=2)
+        setup = replace(make_setup(topology=topology), stage_layers=((3,), (2,)))
+        finder = Finder(Naming.LAYER, setup=setup)
+        for part in (finder.finder, finder.database):
+            part.set_layers([3])
+        owners = range(2 * 2 * 2 * (3 + 2))  # PCP, DCP and head ranks, and the layers of both stages
+        everything = [key for owner in owners for key in finder.keys(owner=owner)]
+        assert len(set(everything)) == len(everything)
+        for missing in owners:
+            finder.store.inner.values.clear()
+            finder.fill(*everything)
             assert finder.hit() == 32
             del finder.store.inner.values[finder.keys(owner=missing)[3]]
             assert finder.hit() == 12
