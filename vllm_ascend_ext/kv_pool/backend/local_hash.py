@@ -40,11 +40,14 @@ class HashIndex:
         pending, place, wanted = np.arange(len(digests)), self._home(digests), _whole(digests)
         while len(pending):
             entry = self._buckets[(place[:, None] + _WINDOW) & int(self._shape[0] - 1)]
-            row = np.maximum(entry, 1) - 1
-            hit = np.flatnonzero((self._names[row] == wanted[:, None]) & (entry > 0))
-            who = hit // len(_WINDOW)
-            slots[pending[who]] = row.ravel()[hit]
+            filled = np.flatnonzero(entry > 0)  # far fewer than all: their digests lie anywhere in memory
+            row, who = entry.ravel()[filled] - 1, filled // len(_WINDOW)
+            same = self._names[row] == wanted[who]
+            who = who[same]
+            slots[pending[who]] = row[same]
             on = (entry != 0).all(axis=1)
+            if not on.any():
+                break
             on[who] = False
             pending, place, wanted = pending[on], place[on] + len(_WINDOW), wanted[on]
         return slots
@@ -56,13 +59,18 @@ class HashIndex:
             return False
         place = self._home(self._digests[slots])
         while len(slots):
-            entry = self._buckets[place]
-            free = entry <= 0
-            self._places[slots] = place
-            self._buckets[place[free]] = slots[free] + 1  # of several for one bucket, the last one stays
-            lost = self._buckets[place] != slots + 1
+            window = (place[:, None] + _WINDOW) & (size - 1)
+            entry = self._buckets[window]
+            first = (entry <= 0).argmax(axis=1)
+            each = np.arange(len(slots))
+            bucket, entry = window[each, first], entry[each, first]
+            room = entry <= 0  # False: none in this window
+            self._places[slots] = bucket
+            self._buckets[bucket[room]] = slots[room] + 1  # of several for one bucket, the last one stays
+            lost = self._buckets[bucket] != slots + 1
             self._shape[1] += int((~lost & (entry == 0)).sum())
-            slots, place = slots[lost], (place[lost] + 1) & (size - 1)
+            place = place + np.where(room, 0, len(_WINDOW))
+            slots, place = slots[lost], place[lost]
         return True
 
     def delete(self, slots: Ints) -> None:
