@@ -25,7 +25,7 @@ lint: venv ## ruff and mypy
 # The fault tier waits for deadlines most of the time, so it runs on more workers than there are cores.
 PYTEST := -m pytest
 CPU_TIER := not (fault or engine or backend or ascend or cuda or npu)
-FAULT := -m fault -n 8 --fault-fail-unreached
+FAULT := -m fault -n 8 --fault-fail-unreached --fault-target vllm_ascend_ext.kv_pool
 # Only the pool's tests are traced.
 test: venv ## the whole CPU tier, with the pool's coverage
 	$(BIN)/coverage erase

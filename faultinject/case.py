@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from faultinject import watchdog
 from faultinject.evidence import join
 from faultinject.judge import Observation
-from faultinject.leaks import LeakCheck, Ledger, queue_ledgers
+from faultinject.leaks import Balance, LeakCheck, Ledger, queue_ledgers
 from faultinject.plan import Plan
 from faultinject.scenario import Scenario
 from faultinject.session import Session
@@ -54,6 +54,10 @@ class Run:
     def ledger(self, name: str, read: Callable[[], Any]) -> None:
         """A count (an int, a mapping of counts, or a collection) that must end as it is now."""
         self._leaks.ledgers.append(Ledger(name, read))
+
+    def balance(self, name: str, read: Callable[[], tuple[int, int]]) -> None:
+        """How often something was taken, and how often given back: equal at the end, and summed up in the matrix."""
+        self._leaks.ledgers.append(Balance(name, read))
 
     def queue(self, name: str, queue: Any) -> None:
         """A queue that must end as full as it is now, with every item taken marked done."""
@@ -188,6 +192,7 @@ class _Case:
             seen.error_text = _take_text(seen.error)
         seen.leaks += [str(leak) for leak in self.leaks.wait_clean(time.monotonic() + self.grace)]
         seen.leaks += self.cleanup_errors
+        seen.balances = self.leaks.balances()
         seen.seen = list(self.run._seen)
         if not session.plan.faults:
             seen.log_errors = [str(record) for record in session.evidence.errors]

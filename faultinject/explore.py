@@ -51,6 +51,7 @@ class Exploration:
     no_effect   tokens whose action changed nothing (an empty list, truncated)
     too_deep    hits behind `max_faults` faults, which were not visited
     incomplete  why the exploration stopped before its end; empty if it did not
+    balances    name -> (runs, taken, given back), over all runs
     explored    the sites whose first faults were explored
     """
 
@@ -63,6 +64,7 @@ class Exploration:
     no_effect: list[str] = field(default_factory=list)
     too_deep: int = 0
     incomplete: str = ""
+    balances: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     explored: tuple[str, ...] = ()
     runs: int = 0
     seconds: float = 0.0
@@ -106,6 +108,9 @@ class _Explorer:
         self.found.runs += 1
         seen = run_case(self.scenario, plan)
         self.note_capped(seen)
+        for name, (taken, given_back) in seen.balances.items():
+            runs, before, back = self.found.balances.get(name, (0, 0, 0))
+            self.found.balances[name] = (runs + 1, before + taken, back + given_back)
         return seen
 
     def baseline(self) -> None:

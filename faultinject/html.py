@@ -57,7 +57,7 @@ def page(matrix: dict[str, Any]) -> str:
 <p class="mute">{matrix["injections"]} injections of {len(matrix["scenarios"])} scenarios
 at {len(matrix["sites"])} sites, {matrix["runs"]} runs, {matrix["seconds"]:.1f} s</p>
 <div class="tiles">{"".join(_tile(name, matrix["outcomes"][name]) for name in OUTCOMES)}</div>
-<h2>Sites and actions</h2>
+{_balances(matrix["balances"])}<h2>Sites and actions</h2>
 <p class="mute">A cell counts the injections of an action at a site: green ended contained, blue surfaced, red broken.
 Hover for more.</p>
 <div class="wide">{_table(matrix["sites"])}</div>
@@ -69,6 +69,14 @@ Hover for more.</p>
 def _tile(outcome: str, count: int) -> str:
     kind = outcome if outcome not in BROKEN else "broken" if count else ""
     return f'<div class="tile {kind}"><b>{count}</b>{outcome.replace("_", " ")}</div>'
+
+
+def _balances(balances: list[dict[str, Any]]) -> str:
+    return "".join(
+        f"<p>{escape(entry['name'])}: <b>{entry['taken']}</b> taken, <b>{entry['given_back']}</b> given back, "
+        f"in {entry['runs']} runs</p>"
+        for entry in balances
+    )
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -23,6 +23,7 @@ class Observation:
     hang: str = ""
     stacks: str = ""
     leaks: list[str] = field(default_factory=list)
+    balances: dict[str, tuple[int, int]] = field(default_factory=dict)
     seen: list[tuple[str, str]] = field(default_factory=list)
     log_errors: list[str] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +127,25 @@ class Ledger:
         return Leak(self.name, ", ".join(part for part in parts if part))
 
 
+@dataclass(frozen=True)
+class Balance:
+    """How often something was taken and given back: two counts that must end equal, and that the matrix shows."""
+
+    name: str
+    read: Callable[[], tuple[int, int]]
+
+    def counts(self) -> tuple[int, int]:
+        taken, given_back = self.read()
+        return operator.index(taken), operator.index(given_back)
+
+    def check(self) -> Leak | None:
+        try:
+            taken, given_back = self.counts()
+        except Exception as exc:
+            return Leak(self.name, f"the balance can't be read: {type(exc).__name__}: {exc}")
+        return None if taken == given_back else Leak(self.name, f"{taken} taken, {given_back} given back")
+
+
 def queue_ledgers(name: str, queue: Any) -> list[Ledger]:
     """Items still in a `queue.Queue`-like object, and items taken without a `task_done`."""
     ledgers = [Ledger(f"{name} items", lambda: int(queue.qsize()))]
@@ -141,7 +161,7 @@ class LeakCheck:
         self._zmq = _zmq_watch.mark()
         self._threads = live_threads()
         self._descriptors = open_descriptors()
-        self.ledgers: list[Ledger] = []
+        self.ledgers: list[Ledger | Balance] = []
 
     def new_threads(self) -> list[threading.Thread]:
         return sorted(live_threads() - self._threads, key=lambda thread: thread.name)
@@ -164,6 +184,16 @@ class LeakCheck:
         while (found := self._look()) and (left := end - time.monotonic()) > 0:
             time.sleep(min(pause, left))
             pause = min(2 * pause, 0.02)
+        return found
+
+    def balances(self) -> dict[str, tuple[int, int]]:
+        """What was taken and given back, by name; (0, 0) where that can't be read, which is a leak."""
+        found = {}
+        for balance in self.ledgers:
+            if isinstance(balance, Balance):
+                found[balance.name] = (0, 0)
+                with suppress(Exception):
+                    found[balance.name] = balance.counts()
         return found
 
     def _look(self) -> list[Leak]:

@@ -37,6 +37,7 @@ def summarize(found: Exploration) -> dict[str, Any]:
         "missed": list(found.missed),
         "no_effect": list(found.no_effect),
         "incomplete": found.incomplete,
+        "balances": {name: list(counts) for name, counts in found.balances.items()},
         "runs": found.runs,
         "seconds": found.seconds,
     }
@@ -61,13 +62,16 @@ class Matrix:
     missed: list[str] = field(default_factory=list)
     no_effect: list[str] = field(default_factory=list)
     incomplete: list[str] = field(default_factory=list)
+    balances: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     runs: int = 0
     busy_seconds: float = 0.0
 
     def add(self, summary: dict[str, Any]) -> None:
         scenario = summary["scenario"]
-        for injection in summary["injections"]:
-            self.injections.setdefault(injection["token"], injection)
+        for injection in summary["injections"]:  # of one that several items ran, the worst counts
+            known = self.injections.setdefault(injection["token"], injection)
+            if WORST_FIRST.index(injection["outcome"]) < WORST_FIRST.index(known["outcome"]):
+                self.injections[injection["token"]] = injection
         self.explored.setdefault(scenario, set()).update(summary["explored"])
         hits = self.hits.setdefault(scenario, dict.fromkeys(summary["sites"], -1))
         for site, count in summary["hits"].items():
@@ -84,6 +88,9 @@ class Matrix:
         self.no_effect += summary["no_effect"]
         if summary["incomplete"]:
             self.incomplete.append(f"{scenario}: {summary['incomplete']}")
+        for name, (runs, taken, given_back) in summary["balances"].items():
+            before = self.balances.get(name, (0, 0, 0))
+            self.balances[name] = (before[0] + runs, before[1] + taken, before[2] + given_back)
         self.runs += summary["runs"]
         self.busy_seconds += summary["seconds"]
 
@@ -149,6 +156,10 @@ class Matrix:
             "outcomes": self.outcomes,
             "sites": self.sites(),
             "waivers": list(self.waivers.values()),
+            "balances": [
+                {"name": name, "runs": runs, "taken": taken, "given_back": given_back}
+                for name, (runs, taken, given_back) in sorted(self.balances.items())
+            ],
             "seconds": round(seconds, 3),
             "runs": self.runs,
             "busy_seconds": round(self.busy_seconds, 3),

@@ -248,6 +248,8 @@ def _failure(found: Exploration) -> str:
 def _footer(matrix: Matrix, fail_unreached: bool) -> list[str]:
     counts = ", ".join(f"{matrix.outcomes[outcome]} {outcome}" for outcome in OUTCOMES)
     lines = [f"{len(matrix.injections)} injections in {matrix.runs} runs: {counts}"]
+    for name, (runs, taken, given_back) in sorted(matrix.balances.items()):
+        lines.append(f"{name}: {taken} taken, {given_back} given back, in {runs} runs")
     broken = matrix.broken
     for entry in broken[:_SHOWN]:
         lines.append(f"{entry['outcome']}{' (waived)' * entry['waived']}  {entry['token']}  {entry['reason']}")

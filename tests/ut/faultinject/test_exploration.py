@@ -10,6 +10,7 @@ import pytest
 from toy_worker import Store, Worker
 
 import faultinject as fi
+from faultinject.matrix import Matrix
 
 
 def tokens(found: fi.Exploration) -> list[str]:
@@ -269,3 +270,30 @@ def test_a_site_that_a_scenario_does_not_declare_is_an_error_not_an_outcome() ->
 
     with pytest.raises(fi.UnknownSite, match=r"'store\.undo'"):
         fi.explore(typo)
+
+
+@pytest.mark.parametrize("order", [("contained", "leak"), ("leak", "contained")])
+def test_of_an_injection_that_several_items_ran_the_worst_outcome_counts(order: tuple[str, str]) -> None:
+    """A site that another site's faults open is explored by both items: the one that is well hides nothing."""
+
+    def summary(outcome: str) -> dict[str, Any]:
+        injection = {"token": "s:a:main:1:drop:transient", "site": "a", "action": "drop", "outcome": outcome}
+        nothing: dict[str, Any] = {"waivers": [], "capped": [], "missed": [], "no_effect": [], "balances": {}}
+        return {
+            **nothing,
+            "scenario": "s",
+            "sites": ["a"],
+            "explored": ["a"],
+            "hits": {"a": 1},
+            "injections": [{**injection, "reason": "", "waived": False}],
+            "too_deep": 0,
+            "incomplete": "",
+            "runs": 1,
+            "seconds": 1.0,
+        }
+
+    matrix = Matrix()
+    for outcome in order:
+        matrix.add(summary(outcome))
+    assert matrix.outcomes["leak"] == 1
+    assert len(matrix.broken) == len(matrix.injections) == 1

@@ -193,6 +193,57 @@ def test_swallowed() -> None:
     assert "no ERROR log record, no saw(), no exception" in text
 
 
+class Lender:
+    """Lends and takes back; `keeps` are those that it never sees again."""
+
+    def __init__(self, *, keeps: int = 0) -> None:
+        self.taken = self.given_back = 0
+        self._keeps = keeps
+
+    def lend(self, store: Store) -> None:
+        self.taken += 1
+        try:
+            store.put("a", 1)
+        finally:
+            self.given_back += self.taken > self._keeps
+
+
+def lending(keeps: int) -> Callable[..., Any]:
+    def body(run: fi.Run, store: Store) -> None:
+        lender = Lender(keeps=keeps if run.session.plan.faults else 0)
+        run.balance("loans", lambda: (lender.taken, lender.given_back))
+        for _ in range(3):
+            with contextlib.suppress(OSError):
+                lender.lend(store)
+        if run.injected:
+            run.saw("counter", "put failed")
+
+    return flow(body, max_faults=1)
+
+
+def test_what_is_given_back_as_often_as_it_is_taken_is_no_leak_and_is_summed_up() -> None:
+    found = fi.explore(lending(0))
+    assert {injection.verdict.outcome for injection in found.injections} == {"contained"}
+    assert found.balances == {"loans": (found.runs, 3 * found.runs, 3 * found.runs)}
+
+
+def test_what_is_not_given_back_is_a_leak_and_shows_in_the_sums() -> None:
+    found = fi.explore(lending(1))
+    assert {injection.verdict.outcome for injection in found.injections} == {"leak"}
+    assert "loans: 3 taken, 2 given back" in found.injections[0].verdict.reason
+    runs, taken, given_back = found.balances["loans"]
+    assert taken - given_back == len(found.injections) == runs - 2
+
+
+def test_a_balance_that_can_not_be_read_is_a_leak() -> None:
+    def body(run: fi.Run, store: Store) -> None:
+        run.balance("loans", lambda: (1, 1) if not run.session.plan.faults else (1 / 0, 1))  # type: ignore[return-value]
+        loudly(run, store)
+
+    found = fi.explore(flow(body))
+    assert "the balance can't be read: ZeroDivisionError" in found.injections[0].verdict.reason
+
+
 def test_wrong_data() -> None:
     outcome, text = only_outcome(save("wrong"))
     assert outcome == "wrong_data"

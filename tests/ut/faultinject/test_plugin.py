@@ -39,6 +39,7 @@ def test_save(run):
 @fi.scenario(name="get", sites=[fi.Site("store.put", (fi.Raise(OSError),))])
 def test_other(run, tmp_path):
     assert tmp_path.is_dir()
+    run.balance("loans", lambda: (2, 2))
     put(run, run.wrap(Store(), "store"))
 """
 )
@@ -91,6 +92,7 @@ def test_one_item_per_scenario_and_site(pytester: pytest.Pytester) -> None:
             "store.put   delay                 2          4",
             "store.undo  kill                  1                    2",
             "12 injections in 18 runs: 10 contained, 2 surfaced, 0 hang, 0 leak, 0 swallowed, 0 wrong_data",
+            "loans: 8 taken, 8 given back, in 4 runs",
             "written to *fault-matrix.json and fault-matrix.html",
         ]
     )
@@ -135,6 +137,7 @@ def test_the_matrix_has_the_agreed_form(pytester: pytest.Pytester) -> None:
         },
     ]
     assert matrix["waivers"] == []
+    assert matrix["balances"] == [{"name": "loans", "runs": 4, "taken": 8, "given_back": 8}]
     assert matrix["seconds"] > 0
     assert matrix["scenarios"] == ["save", "get"]
 
