@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import check, compare, jobs, largest, pool, report, sweep, toolchain
 from .cases import Constant, check_type
@@ -37,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FOUND
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"lowering: {error.filename}: {error.strerror}", file=sys.stderr)
+        return USAGE
 
 
 # ---------------------------------------------------------------- commands
@@ -63,8 +69,10 @@ def _check(options: argparse.Namespace) -> int:
 def _sweep(options: argparse.Namespace) -> int:
     tools = _tools()
     wanted = _wanted(options)
-    if wanted.root is None:
-        raise UsageError("sweep needs --root DIR, the folder that the cases' files are relative to")
+    if wanted.root is None or not wanted.root.is_dir():
+        raise UsageError(
+            f"sweep needs --root DIR, the folder that the cases' files are relative to, and has {wanted.root or 'none'}"
+        )
     reports = run_all(jobs.make(wanted, options.timeout), tools, options)
     subject = Subject(options.name, wanted.root, options.revision or _revision(wanted.root))
     command = f"python -m vllm_ascend_ext.kernels.lowering sweep {' '.join(options.spec)} --root {options.name}"
@@ -95,10 +103,23 @@ def _largest_tile(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    ours, theirs = (json.loads(path.read_text()) for path in (options.ours, options.theirs))
+    ours, theirs = (_report_in(path) for path in (options.ours, options.theirs))
     pairs = compare.read_pairs(options.pairs.read_text().splitlines())
     print(compare.table(pairs, ours, theirs), end="")
     return OK
+
+
+def _report_in(path: Path) -> dict[str, Any]:
+    """The report in a JSON file; UsageError if it holds none."""
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != report.FORMAT or "results" not in data:
+        raise UsageError(
+            f"{path} is no report of this tool in its format {report.FORMAT}; `check --json FILE` writes one"
+        )
+    return data
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -117,7 +138,8 @@ def run_all(todo: Sequence[Job], tools: Toolchain, options: argparse.Namespace) 
     """Run all jobs, some at once, and show progress on standard error; the reports are in the order of the jobs."""
     reports: dict[int, Report] = {}
     progress = _Progress(len(todo))
-    outcomes = pool.run(_worker(tools, options.keep), todo, at_once=options.jobs, timeout=options.timeout)
+    top = Path(os.path.commonpath([job.path.parent for job in todo]))
+    outcomes = pool.run(_worker(tools, options.keep, top), todo, at_once=options.jobs, timeout=options.timeout)
     for index, outcome in outcomes:
         reports[index] = _died(todo[index], outcome) if isinstance(outcome, pool.Died) else outcome
         progress.done(str(todo[index]))
@@ -125,12 +147,14 @@ def run_all(todo: Sequence[Job], tools: Toolchain, options: argparse.Namespace) 
     return [reports[index] for index in range(len(todo))]
 
 
-def _worker(tools: Toolchain, keep: Path | None) -> pool.Worker[Job, Report]:
+def _worker(tools: Toolchain, keep: Path | None, top: Path) -> pool.Worker[Job, Report]:
+    """Checks a job, and leaves its files in a folder of ``keep`` that is named for its file below ``top``."""
+
     def work(job: Job, folder: Path, at_stage: Callable[[str], None]) -> Report:
         result = check.run(job, tools, folder, at_stage)
         if keep is not None:
             name = f"{job.case.title}-{job.setting}".replace(" ", "_").replace("/", "_").replace(",", "")
-            shutil.copytree(folder, keep / name, dirs_exist_ok=True)
+            shutil.copytree(folder, keep / job.path.relative_to(top).with_suffix("") / name, dirs_exist_ok=True)
         return result
 
     return work
@@ -166,16 +190,17 @@ class _Progress:
 
 def heading(tools: Toolchain, reports: Sequence[Report]) -> str:
     """Versions and extent of a run."""
-    kernels = len({(one.job.path, one.job.case.kernel) for one in reports})
+    kernels = len({(one.job.path, one.job.case.kernel, one.line) for one in reports})
     versions = ", ".join(f"{name} {version}" for name, version in tools.versions)
-    return f"{versions}: {len(reports)} compilations of {kernels} kernels"
+    return f"{versions}: {report.numbered(len(reports), 'compilation')} of {report.numbered(kernels, 'kernel')}"
 
 
 def summary(reports: Sequence[Report]) -> str:
     """How a run ended, in a line."""
     failed = sum(not one.ok for one in reports)
     warnings = sum(one.count(Severity.WARNING) for one in reports)
-    return f"{len(reports) - failed} of {len(reports)} compilations without an error, {warnings} warnings"
+    all_of_them = report.numbered(len(reports), "compilation")
+    return f"{len(reports) - failed} of {all_of_them} without an error, {report.numbered(warnings, 'warning')}"
 
 
 def unused_allowances(reports: Sequence[Report]) -> list[str]:
@@ -195,7 +220,8 @@ def passed(reports: Sequence[Report], strict: bool) -> bool:
 
 def _write_json(path: Path, reports: Sequence[Report], tools: Toolchain) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report.as_json(reports, tools), indent=1) + "\n")
+    # Defaults of a kernel may be types of Triton's, which JSON has no word for.
+    path.write_text(json.dumps(report.as_json(reports, tools), indent=1, default=str) + "\n")
     print(f"JSON: {path}")
 
 
@@ -250,29 +276,50 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     """Options that say what to compile and how."""
-    parser.add_argument("spec", nargs="+", metavar="FILE.py[:KERNEL]", help="kernels whose file declares cases, or any")
-    parser.add_argument("--arg", action="append", default=[], metavar="NAME=TYPE", help="argument: x_ptr=*fp32, n=i32")
-    parser.add_argument("--const", action="append", default=[], metavar="NAME=VALUE", help="constant: BLOCK=4096")
     parser.add_argument(
-        "--value", action="append", default=[], metavar="NAME=INT", help="run-time value for the counts"
+        "spec",
+        nargs="+",
+        metavar="FILE.py[:KERNEL]",
+        help="a kernel with its types and constants below; or a file, one of its kernels, or a folder of files, for "
+        "which LOWERING_CASES is declared",
     )
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of the backend")
-    parser.add_argument("--allow", action="append", default=[], metavar="FINDING=REASON", help="let a finding pass")
-    parser.add_argument("--target", action="append", default=[], metavar="CHIP", help="A2, A3 or a chip's name")
-    parser.add_argument("--multibuffer", choices=["on", "off", "both"], help="instead of what the case says")
+    _option(parser, "--arg", "NAME=TYPE", "type of a run-time argument: x_ptr=*fp32 is a pointer, n=i32 a number")
+    _option(parser, "--const", "NAME=VALUE", "value of a tl.constexpr, or of an argument that is None or 1 at launch")
+    _option(parser, "--value", "NAME=INT", "run-time value that sizes the counts; grid is the number of programs")
+    _option(parser, "--option", "NAME=VALUE", "further option of the Ascend backend, as the launch passes it")
+    _option(parser, "--allow", "FINDING=REASON", "let a finding pass (`explain` lists them)")
+    _option(parser, "--target", "CHIP", "A2, A3 or a chip's name; both unless a case says otherwise")
+    parser.add_argument(
+        "--multibuffer", choices=["on", "off", "both"], help="as the launch has it; both unless a case says otherwise"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their title")
     parser.add_argument("--root", type=Path, metavar="DIR", help="where the files lie that declared cases name")
     parser.add_argument(
         "--path", type=Path, action="append", default=[], metavar="DIR", help="where imports are found too"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilations at once")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one compilation")
-    parser.add_argument("--json", type=Path, default=Path("build/ascend-lowering.json"), metavar="FILE", help="report")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilations at once (here %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="seconds for one compilation (%(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("build/ascend-lowering.json"), metavar="FILE", help="report (%(default)s)"
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the IR of every stage there")
+
+
+def _option(parser: argparse.ArgumentParser, name: str, metavar: str, text: str) -> None:
+    """An option that may be given several times."""
+    parser.add_argument(name, action="append", default=[], metavar=metavar, help=text)
 
 
 def _wanted(options: argparse.Namespace, varied: str = "") -> Wanted:
     """What the options ask for; a case given on the command line needs no value of the constant that is ``varied``."""
+    if options.jobs < 1:
+        raise UsageError(f"--jobs {options.jobs}: at least 1 compilation at a time is needed")
+    if not options.timeout > 0:
+        raise UsageError(f"--timeout {options.timeout:g}: a number of seconds above 0 is needed")
     both = {"on": (True,), "off": (False,), "both": (True, False), None: ()}
     signature = _pairs(options.arg, "--arg")
     try:

@@ -86,6 +86,9 @@ class Case:
     allow: Mapping[str, str] = field(default_factory=dict)
     #: File of the kernel, relative to the root of the run; empty: the file that declares the case.
     file: str = ""
+    #: Which of several definitions of the kernel in its file, counted from 1; 0: the one that the file's own conditions
+    #: choose.
+    definition: int = 0
 
     def __post_init__(self) -> None:
         if not self.kernel.isidentifier():
@@ -98,6 +101,14 @@ class Case:
         for target in self.targets:
             if not target.startswith("Ascend"):
                 raise ValueError(f"Case {self.title!r}: targets has {target!r}; allowed are chips such as {TARGETS}")
+        if self.definition < 0:
+            raise ValueError(
+                f"Case {self.title!r}: definition is {self.definition}; allowed are 0, and 1 for the first"
+            )
+        if "multibuffer" in self.options:
+            raise ValueError(
+                f"Case {self.title!r}: options has 'multibuffer'; write it as multibuffer=(True,) or (False,)"
+            )
         if not self.targets or not self.multibuffer:
             raise ValueError(f"Case {self.title!r}: targets and multibuffer must each name at least one setting")
         names = {name.removeprefix("*").partition("@")[0] for name in self.values}

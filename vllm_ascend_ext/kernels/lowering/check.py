@@ -86,6 +86,8 @@ class Report:
     """All that is known of one job."""
 
     job: Job
+    #: Line of the kernel's ``@triton.jit``; 0 if it wasn't loaded.
+    line: int = 0
     stage: str = "none"
     required_bits: int | None = None
     available_bits: int | None = None
@@ -119,6 +121,8 @@ def run(job: Job, tools: Toolchain, folder: Path, at_stage: Callable[[str], None
     at_stage("loading the kernel")
     try:
         kernel = _load(job)
+        report.job = job = replace(job, case=compile.with_defaults(kernel, job.case))
+        report.line = kernel.fn.__code__.co_firstlineno
         lowering = compile.lower(kernel, job.case, job.setting, tools, folder, at_stage)
     except _Refused as refused:
         report.findings = [refused.finding]
@@ -139,16 +143,14 @@ class _Refused(Exception):
 def _load(job: Job) -> Any:
     loader = Loader(job.roots)
     try:
-        kernel = loader.load(job.path, job.case.kernel)
+        kernel = loader.load(job.path, job.case.kernel, job.case.definition)
     except LoadError as error:
-        names = _kernels(loader, job.path)
-        raise _Refused("load", str(error), f"its kernels are: {', '.join(names) or 'none'}") from None
+        raise _Refused("load", str(error), _others(loader, job.path)) from None
     if type(kernel).__name__ != "JITFunction":
-        names = _kernels(loader, job.path)
         raise _Refused(
             "not-triton",
             f"{job.case.kernel} is a {type(kernel).__name__}, not a @triton.jit function",
-            f"name one of the file's kernels: {', '.join(names) or 'it has none'}",
+            _others(loader, job.path),
         )
     missing = loader.missing(job.path, job.case.kernel)
     if missing:
@@ -159,11 +161,13 @@ def _load(job: Job) -> Any:
     return kernel
 
 
-def _kernels(loader: Loader, path: Path) -> list[str]:
+def _others(loader: Loader, path: Path) -> str:
+    """Which kernels a file has, as a remedy; nothing if it can't be read."""
     try:
-        return loader.kernels(path)
+        names = loader.kernels(path)
     except LoadError:
-        return []
+        return ""
+    return f"name one of the file's kernels: {', '.join(names)}" if names else "name another file: it has no kernel"
 
 
 def _lower_again(kernel: Any, job: Job, case: Case, tools: Toolchain, folder: Path) -> Lowering:
@@ -267,10 +271,15 @@ def _growth(job: Job, found: list[Loop], lower: Callable[[Case], Lowering]) -> M
             continue
         source = Source(ir.parse(half.ttir), job.case.kernel)
         halved = _element_trips(loop for kernel in _kernels_of(half, job.case) for loop in loops.find(kernel, source))
-        growth.update((at, name) for at, trips in known.items() if halved.get(at, 0) != trips and at not in growth)
+        growth.update((at, name) for at, trips in known.items() if at not in growth and _grew(trips, halved.get(at)))
     if all_compiled:
         growth.update((at, "") for at in known if at not in growth)
     return growth
+
+
+def _grew(trips: int, halved: int | None) -> bool:
+    """Whether a loop's trips went with a constant. One that is gone shows another branch, unless one trip is left."""
+    return halved != trips if halved is not None else trips <= 2
 
 
 def _element_trips(found: Iterable[Loop]) -> dict[Location, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ _FLAGS = {
     "tile_mix_cube_loop": "--tile-mix-cube-loop",
     "disable_auto_inject_block_sync": "--disable-auto-inject-block-sync",
 }
+
+#: Options that lead around the stages that this package runs.
+_OTHER_PATHS = (
+    ("force_simt_only", True),
+    ("compile_mode", "simt_only"),
+    ("parallel_mode", "simt"),
+    ("compile_on_910_95", True),
+)
 
 _OVERFLOW = re.compile(r"(\w+) overflow, requires (\d+) bits while (\d+) bits available")
 _ERROR = re.compile(r"(?:loc\((?P<location>.*?)\):? )?error: (?P<text>.*)")
@@ -168,7 +176,20 @@ def _known_options(case: Case, steps: Mapping[str, Any]) -> dict[str, Constant]:
     unknown = sorted(set(case.options) - set(fields))
     if unknown:
         raise ValueError(f"options {unknown} are not options of the Ascend backend; it has {sorted(fields)}")
+    elsewhere = [name for name, value in case.options.items() if (name, value) in _OTHER_PATHS]
+    if elsewhere:
+        raise ValueError(
+            f"option {elsewhere[0]}={case.options[elsewhere[0]]} takes the kernel another way (SIMT, or A5's), whose "
+            "modules this check can't read"
+        )
     return dict(case.options)
+
+
+def with_defaults(kernel: Any, case: Case) -> Case:
+    """The case with the kernel's own defaults for what it leaves out, as a launch would have them."""
+    given = {*case.signature, *case.constants}
+    defaults = {one.name: one.default for one in kernel.params if one.has_default and one.name not in given}
+    return replace(case, constants={**defaults, **case.constants})
 
 
 def _ordered(kernel: Any, case: Case) -> dict[str, str]:
@@ -177,10 +198,12 @@ def _ordered(kernel: Any, case: Case) -> dict[str, str]:
     unknown = sorted((set(case.signature) | set(case.constants)) - set(names))
     if unknown:
         raise ValueError(f"{unknown} are not parameters of {kernel.__name__}; its parameters are {names}")
-    defaults = {p.name: p.default for p in kernel.params if p.has_default}
-    missing = [name for name in names if name not in case.signature and name not in {**defaults, **case.constants}]
+    missing = [name for name in names if name not in case.signature and name not in case.constants]
     if missing:
-        raise ValueError(f"parameters {missing} of {kernel.__name__} have neither a type nor a constant")
+        raise ValueError(
+            f"parameters {missing} of {kernel.__name__} have neither a type nor a constant: give each --arg NAME=TYPE "
+            "or --const NAME=VALUE, or name it in the signature or the constants of the case"
+        )
     return {name: case.signature[name] for name in names if name in case.signature}
 
 

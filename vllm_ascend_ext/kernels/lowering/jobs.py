@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,8 +55,14 @@ def full_target(name: str) -> str:
 def make(wanted: Wanted, timeout: float) -> list[Job]:
     """The jobs, in the order asked for; UsageError if a file, a kernel or a case is not there."""
     specs = [one for spec in wanted.specs for one in _files(spec)]
-    declared = _declared(sorted({path for path, kernel in map(_split, specs)}), timeout)
+    # Where types are given, what a file declares doesn't matter, nor that it can't be read: that is for its job to say.
+    paths = [] if wanted.signature else sorted({path for path, kernel in map(_split, specs)})
+    declared = _declared(paths, timeout)
     jobs = [job for spec in specs for job in _of_spec(spec, wanted, declared)]
+    twice = [key for key, count in Counter((job.path, str(job)) for job in jobs).items() if count > 1]
+    if twice:
+        path, title = twice[0]
+        raise UsageError(f"{path}: {title} is asked for twice; a case's name is what sets it apart from the others")
     if not jobs:
         raise UsageError(f"no case has {wanted.only!r} in its title" if wanted.only else "nothing to check was named")
     return jobs
@@ -65,8 +72,7 @@ def _files(spec: str) -> list[str]:
     """The files that a folder stands for: those right in it that declare cases; a file stands for itself."""
     if not Path(spec).is_dir():
         return [spec]
-    loader = Loader()
-    files = [str(path) for path in sorted(Path(spec).glob("*.py")) if loader.defines(path, DECLARATION)]
+    files = [str(path) for path in sorted(Path(spec).glob("*.py")) if _declares(path)]
     if not files:
         raise UsageError(f"no file in {spec} declares {DECLARATION}")
     return files
@@ -83,11 +89,14 @@ def _split(spec: str) -> tuple[Path, str]:
 
 def _of_spec(spec: str, wanted: Wanted, declared: Mapping[Path, list[Case]]) -> list[Job]:
     path, kernel = _split(spec)
-    cases = [case for case in declared[path] if kernel in ("", case.kernel)]
+    cases = [case for case in declared.get(path, []) if kernel in ("", case.kernel)]
     if wanted.signature or (not cases and wanted.constants):
         if not kernel:
             raise UsageError(f"{spec!r}: argument types belong to one kernel; write {spec}:KERNEL")
-        cases = [Case(kernel=kernel, signature=wanted.signature, constants=wanted.constants)]
+        try:
+            cases = [Case(kernel=kernel, signature=wanted.signature, constants=wanted.constants)]
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     elif not cases:
         raise UsageError(_nothing_declared(path, kernel))
     cases = [case for case in cases if wanted.only in case.title]
@@ -95,22 +104,20 @@ def _of_spec(spec: str, wanted: Wanted, declared: Mapping[Path, list[Case]]) -> 
 
 
 def _nothing_declared(path: Path, kernel: str) -> str:
-    what = f"no case of {kernel}" if kernel else "no case"
-    return (
-        f"{path} declares {what} in {DECLARATION}: give its argument types (--arg NAME=TYPE ...) and constants "
-        f"(--const NAME=VALUE ...). {_parameters(path, kernel)}"
-    )
-
-
-def _parameters(path: Path, kernel: str) -> str:
     loader = Loader()
     try:
         kernels = loader.kernels(path)
-        if kernel not in kernels:
-            return f"Its kernels are: {', '.join(kernels) or 'none'}."
-        return f"Parameters of {kernel}: {', '.join(loader.parameters(path, kernel))}."
     except LoadError as error:
         return str(error)
+    if not kernels:
+        return f"{path} has no kernel: no function in it is decorated with @triton.jit"
+    if kernel not in kernels:
+        wanted = f"no kernel {kernel!r}" if kernel else f"no case in {DECLARATION}"
+        return f"{path} has {wanted}. Its kernels are: {', '.join(kernels)}. Name one as {path.name}:KERNEL"
+    return (
+        f"{path} declares no case of {kernel} in {DECLARATION}: give its argument types (--arg NAME=TYPE ...) and "
+        f"constants (--const NAME=VALUE ...). Parameters of {kernel}: {', '.join(loader.parameters(path, kernel))}."
+    )
 
 
 def _changed(case: Case, wanted: Wanted) -> Case:
@@ -144,6 +151,7 @@ def _jobs(path: Path, case: Case, wanted: Wanted) -> list[Job]:
 def _declared(paths: Sequence[Path], timeout: float) -> dict[Path, list[Case]]:
     """Declared cases of each file, read in processes of their own: a kernel file may do anything when it loads."""
     cases: dict[Path, list[Case]] = {}
+    paths = [path for path in paths if _declares(path)]
     for index, outcome in pool.run(_read_declared, paths, at_once=1, timeout=timeout):
         if isinstance(outcome, pool.Died):
             raise UsageError(f"{paths[index]}: reading {DECLARATION} failed: {outcome.how}")
@@ -151,11 +159,16 @@ def _declared(paths: Sequence[Path], timeout: float) -> dict[Path, list[Case]]:
     return cases
 
 
+def _declares(path: Path) -> bool:
+    """Whether a file declares cases, from its text; UsageError if it isn't Python."""
+    try:
+        return Loader().defines(path, DECLARATION)
+    except LoadError as error:
+        raise UsageError(str(error)) from None
+
+
 def _read_declared(path: Path, folder: Path, at_stage: Callable[[str], None]) -> list[Case]:
-    loader = Loader()
-    if not loader.defines(path, DECLARATION):
-        return []
-    declared = loader.load(path, DECLARATION)
+    declared = Loader().load(path, DECLARATION)
     cases = list(declared() if callable(declared) else declared)
     wrong = [case for case in cases if not isinstance(case, Case)]
     if wrong:

@@ -42,6 +42,8 @@ class Search:
     best: Report | None = None
     #: The report of the smallest value that doesn't fit; None if all fit.
     limit: Report | None = None
+    #: The report of the largest value that was refused as too small, or for what no value mends; None if none was.
+    refused: Report | None = None
 
     @property
     def is_over(self) -> bool:
@@ -70,7 +72,7 @@ class Search:
             self.low, self.best = self.step, report
         elif too_small and report.stage != "hivm":
             # Other constants may need a least value of this one, so a refusal says nothing before one value fitted.
-            self.low = self.step
+            self.low, self.refused = self.step, report
         else:
             self.too_large, self.limit = self.step, report
 
@@ -89,6 +91,8 @@ def search(
     for job in jobs:
         if constant not in job.case.constants:
             raise UsageError(f"{job.case.title} has no constant {constant!r}; it has {sorted(job.case.constants)}")
+    if steps.multiple_of is not None and steps.multiple_of < 1:
+        raise UsageError(f"multiples of {steps.multiple_of} can't be tried; allowed are 1 and more")
     if steps.count < 1:
         raise UsageError(f"no value to try: {steps.multiple_of or 1} is above the most allowed, {steps.most}")
     searches = [Search(job, constant, steps, steps.count + 1) for job in jobs]

@@ -43,9 +43,16 @@ class Loader:
         self.roots = tuple(roots)
         self._files: dict[Path, _File] = {}
 
-    def load(self, path: Path, name: str) -> Any:
-        """The object called ``name`` in the file; LoadError if there is none or its definition fails."""
-        value = self._file(path).get(name)
+    def load(self, path: Path, name: str, definition: int = 0) -> Any:
+        """The object called ``name`` in the file; LoadError if there is none or its definition fails.
+
+        ``definition`` says which, where the file defines a function of that name several times: 1 for the first one,
+        whatever the conditions around it; 0 for the one that the file's own conditions choose.
+        """
+        file = self._file(path)
+        if definition:
+            file.choose(name, definition)
+        value = file.get(name)
         if isinstance(value, Missing):
             raise LoadError(f"{path}: {name} can't be loaded: {value.reason}")
         return value
@@ -56,12 +63,13 @@ class Loader:
 
     def kernels(self, path: Path) -> list[str]:
         """Names of the top-level functions of the file that are decorated with ``triton.jit``."""
-        return [
-            node.name
+        found = {
+            node.name: None
             for statement in self._file(path).statements
             for node in _scope(statement)
             if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list))
-        ]
+        }
+        return list(found)
 
     def parameters(self, path: Path, kernel: str) -> list[str]:
         """Parameters of a function of the file, as the source writes them."""
@@ -93,7 +101,9 @@ class _File:
             self.statements = ast.parse(source, str(path)).body
         except OSError as error:
             raise LoadError(f"{path}: {error.strerror}") from None
-        except (SyntaxError, UnicodeDecodeError) as error:
+        except SyntaxError as error:
+            raise LoadError(f"{path} is not a Python file: {error.msg} at line {error.lineno}") from None
+        except ValueError as error:  # not text, or a null character in it
             raise LoadError(f"{path} is not a Python file: {error}") from None
         self._path, self._loader = path, loader
         self._flags = _future_flags(self.statements)
@@ -102,7 +112,7 @@ class _File:
         self.namespace: dict[str, Any] = {"__name__": name, "__file__": str(path), "__builtins__": builtins}
         self.definitions: dict[str, list[int]] = {}
         for index, statement in enumerate(self.statements):
-            for defined in _names_defined(statement):
+            for defined in dict.fromkeys(_names_defined(statement)):
                 self.definitions.setdefault(defined, []).append(index)
         self._done: set[int] = set()
 
@@ -112,6 +122,21 @@ class _File:
         for index in sorted(self._needed(name)):
             self._run(index, name)
         return self.namespace[name]
+
+    def choose(self, name: str, definition: int) -> None:
+        """Leave one definition of the function ``name``, the one of that number; LoadError if there are fewer."""
+        found = [(index, node) for index in self.definitions.get(name, []) for node in self._functions(index, name)]
+        if definition > len(found):
+            raise LoadError(f"{self._path} defines {name} {len(found)} times; there is no definition {definition}")
+        chosen, wanted = found[definition - 1]
+        branch = ast.If(ast.Constant(True), _leading_to(self.statements[chosen], wanted), [])
+        for index in {index for index, _ in found}:
+            statement = branch if index == chosen else ast.Pass()
+            self.statements[index] = ast.fix_missing_locations(ast.copy_location(statement, self.statements[index]))
+
+    def _functions(self, index: int, name: str) -> list[ast.FunctionDef]:
+        nodes = _scope(self.statements[index])
+        return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
 
     def _needed(self, name: str) -> set[int]:
         """Indexes of the statements that ``name`` leads to."""
@@ -137,13 +162,15 @@ class _File:
             self._import(statement)
             return
         try:
-            self._execute(self._branch(statement) if isinstance(statement, ast.If) else [_without_tuners(statement)])
+            self._execute(self._branch(statement) if isinstance(statement, ast.If) else [statement])
         except Exception as error:  # any project code may run here
             for name in _names_defined(statement):
                 reason = f"line {statement.lineno} raises {type(error).__name__}: {error}"
                 self.namespace.setdefault(name, Missing(name, self._blame(statement) or reason))
 
     def _execute(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            _remove_tuners(statement)
         module = ast.Module(statements, [])
         exec(compile(module, str(self._path), "exec", self._flags, dont_inherit=True), self.namespace)
 
@@ -279,12 +306,29 @@ def _future_flags(statements: list[ast.stmt]) -> int:
     return __future__.annotations.compiler_flag if postponed else 0
 
 
-def _without_tuners(statement: ast.stmt) -> ast.stmt:
-    """A kernel without the decorators around ``triton.jit``: tuners ask a device, and a case says what they choose."""
-    if isinstance(statement, ast.FunctionDef):
-        jit = next((i for i, decorator in enumerate(statement.decorator_list) if _is_jit(decorator)), 0)
-        statement.decorator_list = statement.decorator_list[jit:]
-    return statement
+def _leading_to(statement: ast.stmt, wanted: ast.FunctionDef) -> list[ast.stmt]:
+    """The statements of the branch that holds ``wanted``, without the conditions around them."""
+    if statement is wanted:
+        return [statement]
+    for block in _blocks(statement):
+        if any(wanted in _scope(inner) for inner in block):
+            return [s for inner in block for s in (_leading_to(inner, wanted) if wanted in _scope(inner) else [inner])]
+    return [statement]
+
+
+def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The blocks of a compound statement: its branches, what it tries, and what it does if that fails."""
+    for holder in (statement, *getattr(statement, "handlers", [])):
+        for name in ("body", "orelse", "finalbody"):
+            yield getattr(holder, name, [])
+
+
+def _remove_tuners(statement: ast.stmt) -> None:
+    """Leave kernels without the decorators around ``triton.jit``: tuners ask a device; a case says what they choose."""
+    for node in _scope(statement):
+        if isinstance(node, ast.FunctionDef):
+            jit = next((i for i, decorator in enumerate(node.decorator_list) if _is_jit(decorator)), 0)
+            node.decorator_list = node.decorator_list[jit:]
 
 
 def _is_jit(decorator: ast.expr) -> bool:

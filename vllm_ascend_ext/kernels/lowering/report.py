@@ -34,6 +34,11 @@ class Palette:
         return f"\x1b[{code}m{text}\x1b[0m" if self.on else text
 
 
+def numbered(number: int, name: str) -> str:
+    """A number of things: ``1 error``, ``2 errors``."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
 def shown_path(file: str) -> str:
     """A path as short as it gets: relative to the current folder if it lies inside."""
     relative = os.path.relpath(file)
@@ -159,7 +164,7 @@ def _amount(report: Report, name: str) -> str:
 
 def _tally(report: Report) -> str:
     counts = [(report.count(severity), severity.value) for severity in Severity]
-    return ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for number, name in counts if number) or "none"
+    return ", ".join(numbered(number, name) for number, name in counts if number) or "none"
 
 
 # ---------------------------------------------------------------- details
@@ -167,7 +172,7 @@ def _tally(report: Report) -> str:
 
 def details(report: Report, palette: Palette) -> str:
     """All that is known of one job."""
-    lines = [palette(f"{report.job.case.title} on {report.job.setting}", "bold") + f": reached {report.stage}"]
+    lines = [palette(f"{report.job.case.title} on {report.job.setting}", "bold") + f": reached {_reached(report)}"]
     if report.required_bits is not None and report.available_bits is not None:
         share = 100 * report.required_bits / report.available_bits
         lines.append(
@@ -194,6 +199,10 @@ def details(report: Report, palette: Palette) -> str:
     return "\n".join(lines)
 
 
+def _reached(report: Report) -> str:
+    return "no stage" if report.stage == "none" else report.stage
+
+
 def _shown(amount: Amount) -> str:
     """A number if it is known, and the formula if that says more and isn't too long to read."""
     if amount.value is None:
@@ -218,7 +227,8 @@ def largest_text(search: Search) -> str:
     """What the search for the largest value of a constant found."""
     head = f"{search.job.case.title} on {search.job.setting}: "
     if search.largest is None or search.best is None:
-        reason = search.limit.findings[0].message if search.limit and search.limit.findings else "it never compiled"
+        last = search.limit or search.refused
+        reason = last.findings[0].message if last and last.findings else "it never compiled"
         return f"{head}no {search.constant} fits; {reason}"
     text = f"{head}largest {search.constant} is {search.largest:,}, taking {_buffer(search.best)}"
     if search.limit is None:
@@ -247,8 +257,10 @@ def _result(report: Report) -> dict[str, Any]:
         "file": shown_path(str(job.path)),
         "kernel": job.case.kernel,
         "case": job.case.name,
+        "line": report.line,
         "signature": dict(job.case.signature),
         "constants": dict(job.case.constants),
+        "options": dict(job.case.options),
         "target": job.setting.target,
         "multibuffer": job.setting.multibuffer,
         "ok": report.ok,

@@ -65,6 +65,12 @@ def one_operation(x_ptr, o_ptr, n, OPERATION: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def with_default(x_ptr, o_ptr, n, BLOCK: tl.constexpr = 2048):
+    off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(o_ptr + off, tl.load(x_ptr + off, mask=off < n, other=0) % 5, mask=off < n)
+
+
+@triton.jit
 def masked(x_ptr, o_ptr, d_ptr, n, low, flag, MASK: tl.constexpr, ACCESS: tl.constexpr, BLOCK: tl.constexpr):
     off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if MASK == "off < n":
@@ -99,6 +105,16 @@ def gather(x_ptr, i_ptr, o_ptr, n, SAFE: tl.constexpr, BLOCK: tl.constexpr):
     if not SAFE:
         index += off
     tl.store(o_ptr + off, tl.load(x_ptr + index, mask=off < n, other=0.0), mask=off < n)
+
+
+@triton.jit
+def tail(x_ptr, o_ptr, n, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + off, mask=off < n, other=0)
+    if LENGTH > BLOCK:
+        last = n - 8 + tl.arange(0, 8)
+        x += tl.sum(tl.load(x_ptr + tl.where(last < 0, 0, last)), axis=0)  # eight elements, if there are two blocks
+    tl.store(o_ptr + off, x, mask=off < n)
 
 
 @triton.jit

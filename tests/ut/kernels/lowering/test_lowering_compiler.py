@@ -142,6 +142,17 @@ def test_a_scalar_loop_names_what_it_grows_with() -> None:
     assert fixed.ok
 
 
+def test_a_loop_that_a_smaller_constant_takes_away_does_not_grow_with_it() -> None:
+    """Half the length is one block, which reads no tail: another branch, and no sign that the eight trips grow."""
+    report = run(Case(kernel="tail", signature=INTS, constants={"LENGTH": 2048, "BLOCK": 1024}))
+    (finding,) = report.findings
+    assert (finding.code, finding.place and finding.place.line) == (
+        "fixed-scalar-loop",
+        line_of("# eight elements, if there are two blocks"),
+    )
+    assert "8 elements one by one" in finding.detail
+
+
 def test_an_operation_in_a_helper_is_placed_in_the_helper_and_its_call() -> None:
     report = run(Case(kernel="unpack", signature=INTS, constants={"BLOCK": 1024}))
     (shift,) = [finding for finding in report.findings if "shift" in finding.message]
@@ -238,10 +249,15 @@ def test_a_bound_is_below_what_the_bytes_alone_would_take() -> None:
         (
             Case(kernel="add_tiles", signature=FLOATS),
             "frontend",
-            "parameters ['y_ptr', 'BLOCK'] of add_tiles have neither",
+            "parameters ['y_ptr', 'BLOCK'] of add_tiles have neither a type nor a constant: give each --arg NAME=TYPE",
         ),
         (replace(ADD, constants={"TILE": 1}), "frontend", "['TILE'] are not parameters of add_tiles"),
         (replace(ADD, options={"colour": 1}), "frontend", "options ['colour'] are not options of the Ascend backend"),
+        (
+            replace(ADD, options={"force_simt_only": True}),
+            "frontend",
+            "option force_simt_only=True takes the kernel another way (SIMT, or A5's)",
+        ),
         (operation("wrong shape"), "frontend", "ncompatible"),
         (operation("sort"), "compiler", "bishengir-compile: "),
     ],
@@ -250,6 +266,14 @@ def test_what_does_not_compile_says_why(case: Case, code: str, words: str) -> No
     report = run(case)
     assert codes(report) == [code]
     assert words in report.findings[0].message
+
+
+def test_a_constant_that_is_left_out_has_the_kernel_s_default() -> None:
+    """Known to the report too, and halved like any other when it is asked what a loop grows with."""
+    report = run(Case(kernel="with_default", signature=INTS))
+    assert report.job.case.constants == {"BLOCK": 2048}
+    (finding,) = report.findings
+    assert "2,048 elements one by one on the scalar unit, growing with BLOCK" in finding.detail
 
 
 def test_a_refusal_by_the_frontend_has_its_line() -> None:
@@ -299,6 +323,20 @@ def test_a_crash_and_a_hang_cost_only_their_own_case(command: Any) -> None:
     assert (code, [one["ok"] for one in results]) == (command_line.OK, [True] * 4)
 
 
+def test_a_file_that_cannot_be_read_costs_only_its_own_case(command: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def (")
+    types = [part for name in ("x_ptr=*i32", "o_ptr=*i32", "n=i32") for part in ("--arg", name)]
+    setting = ["--target", "A2", "--multibuffer", "on"]
+    code, printed, results = command("check", f"{broken}:k", f"{KERNELS}:with_default", *types, *setting)
+    assert code == command_line.FOUND
+    assert [(one["kernel"], one["findings"][0]["code"]) for one in results] == [
+        ("k", "load"),
+        ("with_default", "scalar-loop"),
+    ]
+    assert "broken.py is not a Python file: " in printed
+
+
 def test_declared_cases_are_checked_with_what_they_allow(command: Any) -> None:
     code, printed, results = command("check", str(KERNELS), "-v")
     assert code == command_line.OK
@@ -319,6 +357,17 @@ def test_the_largest_tile_is_found_with_and_without_multi_buffering(command: Any
     assert (code, "largest BLOCK is 24,000" in printed) == (command_line.OK, True)
 
 
+def test_a_search_that_finds_no_tile_says_why(command: Any) -> None:
+    types = [part for name in ("x_ptr=*fp32", "y_ptr=*fp32", "o_ptr=*fp32", "n=i32") for part in ("--arg", name)]
+    setting = ["--target", "A2", "--multibuffer", "on"]
+    code, printed, _ = command("largest-tile", f"{KERNELS}:add_tiles", "--vary", "TILE", *types, *setting)
+    assert code == command_line.FOUND
+    assert "no TILE fits; ['TILE'] are not parameters of add_tiles" in printed
+    code, printed, _ = command("largest-tile", f"{KERNELS}:add_tiles", "--vary", "BLOCK", "--multiple-of", "0", *types)
+    assert code == command_line.USAGE
+    assert "multiples of 0 can't be tried" in printed
+
+
 def test_a_sweep_lists_kernels_that_no_case_covers(command: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     arguments = ["--root", str(KERNELS.parent), "--name", "the samples", "--revision", "one", "--page", str(page)]
@@ -326,9 +375,10 @@ def test_a_sweep_lists_kernels_that_no_case_covers(command: Any, tmp_path: Path)
     text = page.read_text()
     assert code == command_line.OK
     assert "What the Ascend compiler makes of the samples's Triton kernels" in text
-    assert "2 were compiled for A2" in text
-    assert "left out: `one_operation`, `masked`, `gather`, `paces`, `crashes`, `hangs`" in text
-    assert f"| `unpack` | {KERNELS.name}:{line_of('# the place of the shift')}" in text
+    assert "2 compiled for A2" in text
+    assert "left out: `one_operation`, `with_default`, `masked`, `gather`, `tail`, `paces`, `crashes`, `hangs`" in text
+    assert "* `unpack`, scalar-loop: the test wants it so." in text
+    assert "| without any finding | 2 | |" in text
 
 
 def test_the_module_runs_as_a_command(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import sys
@@ -131,6 +132,45 @@ def test_imports_are_found_in_further_roots(project: Path, tmp_path: Path) -> No
     assert loader.load(user, "thing") == 5
 
 
+@pytest.fixture
+def twice(tmp_path: Path) -> Path:
+    """A file that defines a kernel for two versions of something, with a tuner around the newer one."""
+    path = tmp_path / "twice.py"
+    path.write_text(
+        "class triton:\n"
+        "    jit = staticmethod(lambda function: function)\n"
+        "if not_there():\n"
+        "    WIDTH = 1\n"
+        "    @triton.jit\n"
+        "    def kernel(x):\n"
+        "        return x + WIDTH\n"
+        "else:\n"
+        "    WIDTH = 2\n"
+        "    try:\n"
+        "        FACTOR = 10\n"
+        "        @needs_a_device()\n"
+        "        @triton.jit\n"
+        "        def kernel(x):\n"
+        "            return x * FACTOR + WIDTH\n"
+        "    except ImportError:\n"
+        "        kernel = None\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(("definition", "value"), [(1, 6), (2, 52), (0, 52)])
+def test_a_case_chooses_among_definitions(twice: Path, definition: int, value: int) -> None:
+    """Each with what its own branch defines; no tuner is left anywhere."""
+    assert Loader().load(twice, "kernel", definition)(5) == value
+
+
+def test_a_definition_that_is_not_there_is_refused(twice: Path) -> None:
+    loader = Loader()
+    with pytest.raises(LoadError, match="defines kernel 2 times; there is no definition 3"):
+        loader.load(twice, "kernel", 3)
+    assert loader.kernels(twice) == ["kernel"]
+
+
 @pytest.mark.parametrize(
     ("text", "name", "words"),
     [(None, "x", "No such file"), ("def (", "x", "is not a Python file"), ("y = 1\n", "x", "has no top-level 'x'")],
@@ -206,6 +246,8 @@ FLOATS = {"x_ptr": "*fp32", "n": "i32"}
         ({"targets": ("A100",)}, "targets has 'A100'"),
         ({"targets": ()}, "must each name at least one"),
         ({"values": {"m": 1}}, "values names \\['m'\\]"),
+        ({"definition": -1}, "definition is -1; allowed are 0, and 1 for the first"),
+        ({"options": {"multibuffer": False}}, "options has 'multibuffer'; write it as multibuffer="),
         ({"allow": {"retried": " "}}, "allow\\['retried'\\] needs the reason"),
     ],
 )
@@ -306,7 +348,63 @@ def test_launched_kernels_are_those_that_no_other_calls(tmp_path: Path) -> None:
         "import triton\n@triton.jit\ndef helper(x):\n    pass\n"
         "@triton.jit(do_not_specialize=['n'])\ndef outer(x, n):\n    helper(x)\ndef plain():\n    pass\n"
     )
-    assert [(str(one.file), one.kernel) for one in sweep.launched(tmp_path)] == [("a.py", "outer")]
+    (tmp_path / "b.py").write_text(
+        "import triton\nfrom a import imported\n"
+        "if 1:\n    @tune\n    @triton.jit\n    def helper(x):\n        imported(x)\n"
+        "else:\n    @triton.jit\n    def helper(x):\n        pass\n"
+        "@numba.jit\ndef other(x):\n    pass\n"
+    )
+    (tmp_path / "c.py").write_text("import triton\n@triton.jit\ndef imported(x):\n    pass\n")
+    (tmp_path / "d.py").write_text("@triton.jit\ndef (")
+    found = [(str(one.file), one.kernel, one.line) for one in sweep.launched(tmp_path)]
+    assert found == [("a.py", "outer", 5), ("b.py", "helper", 5), ("b.py", "helper", 9)]
+
+
+def _swept(tmp_path: Path, setting: str, line: int, *findings: Finding) -> Report:
+    one = _report(tmp_path, *findings, name=setting)
+    one.line = line
+    return one
+
+
+def test_a_page_counts_definitions_and_names_only_what_helps(tmp_path: Path) -> None:
+    """Of two definitions one was compiled, in five settings: four with a loop, one of them with an allowed retry."""
+    kernel = "    @triton.jit\n    def k(x):\n        pass\n"
+    (tmp_path / "k.py").write_text(f"import triton\nif 1:\n{kernel}else:\n{kernel}")
+    place = Place(str(tmp_path / "k.py"), 5, 4)
+    made = Finding("scalar-loop", "slow", "faster", "arith.addi on i64: 8 elements one by one", place)
+    own = Finding("scalar-walk", "slow", "faster", "n elements one by one", place, operation="scf.for")
+    retried = Finding("retried", "twice", "smaller", allowed="it is meant so")
+    reports = [_swept(tmp_path, f"{n} rows", 3, made) for n in (1, 2, 3)]
+    reports += [_swept(tmp_path, "4 rows", 3, made, retried), _swept(tmp_path, "5 rows", 3, own)]
+    subject = sweep.Subject("a project", tmp_path, "one")
+    text = sweep.page(subject, reports, Toolchain(tmp_path, tmp_path, tmp_path, ()), "command")
+    assert "2 kernels to launch; 1 compiled for A2, in 5 settings; left out: `k`." in text
+    assert "| compile strictly in every setting | 1 | |" in text
+    assert "| operations walked element by element, growing with the tile | 1 | 1 |" in text
+    assert "| loops of the kernel's own over elements | 1 | 1 |" in text
+    assert "| fit only after the compiler silently tried again | 0 | 0 |" in text
+    assert "| `k` (4 of 5 settings, such as 1 rows) | k.py:5 | arith.addi on i64, 8 elements |" in text
+    assert "| `k` (5 rows) | k.py:5 | n elements |" in text
+    assert "## Not counted\n\n* `k`, retried: it is meant so.\n" in text
+    assert "## retried" not in text
+    alone = sweep.page(subject, reports[-1:], Toolchain(tmp_path, tmp_path, tmp_path, ()), "command")
+    assert "| `k` (5 rows) |" in alone
+
+
+def test_the_files_of_two_kernels_of_one_name_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One folder for each file, below the folder that holds them all."""
+
+    def leave(job: Job, tools: Toolchain, folder: Path, at_stage: Callable[[str], None]) -> Report:
+        (folder / "left").write_text(job.path.parent.name)
+        return Report(job)
+
+    monkeypatch.setattr(command_line.check, "run", leave)
+    files = [tmp_path / folder / "k.py" for folder in ("a", "b")]
+    jobs = [Job(file, Case(kernel="k", signature=FLOATS), Setting(A2, True)) for file in files]
+    options = argparse.Namespace(keep=tmp_path / "kept", jobs=1, timeout=60.0)
+    command_line.run_all(jobs, Toolchain(tmp_path, tmp_path, tmp_path, ()), options)
+    name = "k-Ascend910B3_multi-buffering_on/left"
+    assert [(tmp_path / "kept" / folder / "k" / name).read_text() for folder in ("a", "b")] == ["a", "b"]
 
 
 # ---------------------------------------------------------------- the toolchain and the command line
@@ -356,9 +454,9 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "words"),
     [
         (["nowhere.py"], "there is no file 'nowhere.py'"),
-        (["{file}"], "declares no case in LOWERING_CASES"),
+        (["{file}"], "has no case in LOWERING_CASES. Its kernels are: k. Name one as k.py:KERNEL"),
         (["{file}:k"], "Parameters of k: x_ptr, n, BLOCK: tl.constexpr."),
-        (["{file}:other"], "Its kernels are: k."),
+        (["{file}:other"], "has no kernel 'other'. Its kernels are: k."),
         (["{file}", "--arg", "x_ptr=*fp32"], "argument types belong to one kernel"),
         (["{file}:k", "--arg", "x_ptr=float"], "argument 'x_ptr': unknown type 'float'"),
         (["{file}:k", "--arg", "x_ptr"], "--arg 'x_ptr': write NAME=VALUE"),
@@ -370,6 +468,17 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
             "k allows ['slow']; the kinds of findings are",
         ),
         (["{folder}"], "declares LOWERING_CASES"),
+        (["{plain}"], "plain.py has no kernel: no function in it is decorated with @triton.jit"),
+        (["{plain}:f"], "plain.py has no kernel: no function"),
+        (["{broken}"], "broken.py is not a Python file: '(' was never closed at line 1"),
+        (["{broken}:k"], "broken.py is not a Python file"),
+        (["{broken.parent}"], "broken.py is not a Python file"),
+        (["{file}:k", "--arg", "n=i32", "--jobs", "0"], "--jobs 0: at least 1"),
+        (["{file}:k", "--arg", "n=i32", "--timeout", "0"], "--timeout 0: a number of seconds above 0"),
+        (["{file}:k", "--arg", "n=i32", "--const", "n=1"], "['n'] is both an argument and a constant"),
+        (["{file}:k k", "--arg", "n=i32"], "'k k' is not the name of a function"),
+        (["{file}:k", "--arg", "n=i32", "--value", "m=1"], "values names ['m']"),
+        (["{file}:k", "--arg", "n=i32", "--option", "multibuffer=False"], "options has 'multibuffer'"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(
@@ -377,7 +486,12 @@ def test_a_wrong_command_line_is_one_line(
 ) -> None:
     path = tmp_path / "k.py"
     path.write_text("import triton\n@triton.jit\ndef k(x_ptr, n, BLOCK: tl.constexpr):\n    pass\n")
-    given = [argument.format(file=path, folder=tmp_path) for argument in arguments]
+    (tmp_path / "plain.py").write_text("def f():\n    pass\n")
+    broken = tmp_path / "broken" / "broken.py"
+    broken.parent.mkdir()
+    broken.write_text("def k(x_ptr, n:\n    pass\n")
+    paths = {"file": path, "folder": tmp_path, "plain": tmp_path / "plain.py", "broken": broken}
+    given = [argument.format(**paths) for argument in arguments]
     assert command_line.main(["check", *given]) == command_line.USAGE
     printed = capsys.readouterr().err
     assert words in printed
@@ -390,6 +504,18 @@ def test_a_declaration_that_is_no_case_is_refused(tmp_path: Path, capsys: pytest
     path.write_text("LOWERING_CASES = lambda: ['k']\n")
     assert command_line.main(["check", str(path)]) == command_line.USAGE
     assert "LOWERING_CASES holds a str, and may hold Case objects only" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tools")
+def test_two_cases_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reports, comparisons and kept files go by it."""
+    path = tmp_path / "k.py"
+    path.write_text(
+        "from vllm_ascend_ext.kernels.lowering.cases import Case\n"
+        "LOWERING_CASES = [Case(kernel='k', signature={}, constants={'B': b}) for b in (1, 2)]\n"
+    )
+    assert command_line.main(["check", str(path)]) == command_line.USAGE
+    assert "k on Ascend910B3, multi-buffering on is asked for twice" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- two reports side by side
@@ -419,3 +545,24 @@ def test_a_comparison_adds_up_the_kernels_of_an_operation() -> None:
         compare.table(compare.read_pairs(["both | scan | ranks"]), ours, theirs)
     with pytest.raises(UsageError, match="line 1 of the pairs: 'both' is not"):
         compare.read_pairs(["both"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("{", "is not JSON"),
+        ("[]", "is no report of this tool in its format 1"),
+        ("{}", "is no report"),
+    ],
+)
+def test_a_comparison_says_what_is_wrong_with_a_file(
+    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    assert command_line.main(["compare", str(path), str(path), "--pairs", str(path)]) == command_line.USAGE
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert printed.count("\n") == 1
