@@ -26,6 +26,10 @@ class RequestView(Protocol):
     def num_prompt_tokens(self) -> int: ...
 
     @property
+    def num_computed_tokens(self) -> int:
+        """0 from the moment on that its blocks are taken away."""
+
+    @property
     def block_hashes(self) -> Sequence[bytes]: ...
 
     @property

@@ -161,7 +161,8 @@ class KVPoolScheduler:
         self._loads = [meta for meta in self._loads if meta.req_id != req_id or (meta.load and meta.load.is_async)]
         loading = self._setup.load_async and tracker.load_job is not None
         saving = bool(tracker.save_jobs) and not loading
-        withheld = tracker.withheld
+        # Blocks that vLLM has taken away since the last step (it resets its cache so) are others' by now.
+        withheld = tracker.withheld if tracker.request.num_computed_tokens else None
         self._forget_jobs(tracker)
         if withheld is not None and not saving:
             tracker.withheld = withheld

@@ -35,6 +35,8 @@ class Desk:
 
     def step(self, *scheduled, preempted=()):
         """``scheduled``: (request, computed before, tokens)."""
+        for r, before, n in scheduled:
+            r.num_computed_tokens = before + n
         views = [
             ScheduledRequest(
                 r.request_id, before, n, tuple(list(range(1, -(-(before + n) // BLOCK) + 1)) for _ in self.setup.groups)

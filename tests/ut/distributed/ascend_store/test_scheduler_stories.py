@@ -54,6 +54,8 @@ class Hooks:
         self.scheduler.update_state_after_alloc(self.request(name), self.tables(16), external)
 
     def step(self, parts, preempted):
+        for name, (before, n) in parts.items():
+            self.request(name).num_computed_tokens = before + n
         views = [ScheduledRequest(name, before, n, self.tables(before + n)) for name, (before, n) in parts.items()]
         meta = self.scheduler.build_connector_meta(ScheduledStep(views, preempted))
         for order in meta.requests:
@@ -65,6 +67,10 @@ class Hooks:
         self.scheduler.update_connector_output(
             WorkerReport(jobs, {pick[w % len(pick)] for w in failed}, {pick[w % len(pick)] for w in used}), sent
         )
+
+    def take_blocks(self, name):
+        """A preemption that the scheduler hears of with the next step, if at all."""
+        self.request(name).num_computed_tokens = 0
 
     def finish(self, name):
         self.requests.pop(name, None)  # the next one of this id is another
@@ -95,6 +101,7 @@ ACTS = st.one_of(
         WHICH,
         st.lists(IDS, max_size=2),
     ),
+    st.tuples(st.just("take_blocks"), IDS),
     st.tuples(st.just("finish"), IDS),
 )
 

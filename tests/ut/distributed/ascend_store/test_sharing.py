@@ -14,12 +14,8 @@ from fixtures.world import World
 from vllm_ascend_ext.kv_pool.keys import Topology
 
 PREFIX = list(range(24))
-RANKS = [
-    Topology(num_kv_heads=8),
-    Topology(tp_size=2, num_kv_heads=2),
-    Topology(tp_size=2, num_kv_heads=1),
-    Topology(pp_size=2, num_kv_heads=8),
-]
+TWO_RANKS, TWO_STAGES = Topology(tp_size=2, num_kv_heads=2), Topology(pp_size=2, num_kv_heads=8)
+RANKS = [Topology(num_kv_heads=8), TWO_RANKS, Topology(tp_size=2, num_kv_heads=1), TWO_STAGES]
 
 
 class Shared:
@@ -105,3 +101,27 @@ def test_a_rank_whose_own_load_was_well_saves_nothing_of_what_another_rank_compu
     assert shared.store.calls("put") == []
     shared.end()
     assert shared.store.calls("put") != []
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("topology", [TWO_RANKS, TWO_STAGES], ids=str)
+def test_a_request_that_loses_its_blocks_between_two_steps_and_then_ends_saves_nothing(tmp_path, topology, layerwise):
+    """vLLM does that when its prefix cache is reset: the scheduler hears of the preemption with the next step, and of
+    the end before. What it had put off saving lies in blocks that are others' by then."""
+    store, options = MemoryStore(), {**GENEROUS, "topology": topology, "use_layerwise": layerwise}
+    options["stage_layers"] = ((2,),) * topology.pp_size
+    for name in ("fill", "a"):
+        store.reopen()
+        world = World.open(store, tmp_path, **options)
+        engine = world.engine
+        request = engine.add(name, PREFIX if name == "fill" else [*PREFIX, *range(200, 209)], 2)
+        if name == "a":
+            engine.step()
+            assert request.loaded_tokens == len(PREFIX)
+            engine.preempt("a")
+            engine.abort("a")
+        engine.run()
+        engine.check_idle()
+        world.close()
+        store.reopen()
+        world.audit(store, engine.requests.values())

@@ -35,7 +35,7 @@ from vllm_ascend_ext.kv_pool.clock import Deadline
 from vllm_ascend_ext.kv_pool.errors import Status
 from vllm_ascend_ext.kv_pool.keys import Topology
 from vllm_ascend_ext.kv_pool.scheduler import KVPoolScheduler
-from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
+from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase, Naming
 from vllm_ascend_ext.kv_pool.worker import KVPoolWorker
 
 BLOCK = 4
@@ -43,6 +43,7 @@ PREFIX = 24
 """Tokens that the prompts of a family have in common; the pool holds them from the start."""
 
 TIMEOUT = 10.0
+LAYERS = 2
 
 ONE, TWO, FOUR = Topology(num_kv_heads=8), Topology(tp_size=2, num_kv_heads=2), Topology(tp_size=4, num_kv_heads=2)
 
@@ -55,6 +56,10 @@ SETTINGS = {
     "two stages": {"topology": Topology(pp_size=2, num_kv_heads=8), "save_decode_cache": True},
     "two ranks asynchronously": {"topology": TWO, "load_async": True, "lanes": 1},
     "four ranks that take turns": {"topology": FOUR, "prefix_caching": False},
+    "layer by layer": {"topology": ONE, "use_layerwise": True},
+    "layer by layer in chunks": {"topology": ONE, "use_layerwise": True, "chunk": 6, "lanes": 1},
+    "two ranks layer by layer": {"topology": TWO, "use_layerwise": True},
+    "asynchronously layer by layer": {"topology": FOUR, "use_layerwise": True, "load_async": True},
     "requests fail": {"topology": ONE, "policy": "fail"},
     "requests fail asynchronously": {"topology": FOUR, "policy": "fail", "load_async": True},
 }
@@ -143,6 +148,7 @@ class Pool(RuleBasedStateMachine):
             "chunk": options.pop("chunk", 1 << 30),
             "prefix_caching": options.pop("prefix_caching", True),
             "num_blocks": 200,
+            "layers": LAYERS,
         }
         self.setup_ = make_setup(
             self.folder,
@@ -177,6 +183,12 @@ class Pool(RuleBasedStateMachine):
     @property
     def engine(self):
         return self.world.engine
+
+    @staticmethod
+    def database(setup):
+        database = ChunkedTokenDatabase(setup, Naming.of(setup.config.use_layerwise, has_gva=False))
+        database.set_layers([LAYERS])
+        return database
 
     def live(self):
         return [request for request in self.engine.requests.values() if request.live]
@@ -254,8 +266,9 @@ class Pool(RuleBasedStateMachine):
         self.gates.append(gate)
 
         def slow(call):
-            self.clock.advance(TIMEOUT)
-            gate.hold()
+            """Time goes on while this call does not: each deadline that somebody has set passes."""
+            while not gate.opened_within(0.01):
+                self.clock.advance(TIMEOUT)
             return call()
 
         self.store.script(method, slow)
@@ -298,7 +311,7 @@ class Pool(RuleBasedStateMachine):
     def check_announced(self):
         """A block is announced as stored only if it is there."""
         for worker in self.world.workers:
-            database = ChunkedTokenDatabase(replace(self.setup_, topology=worker.topology))
+            database = self.database(replace(self.setup_, topology=worker.topology))
             for event in worker.take_stored():
                 missing = [name for name in database.names_of(event.group, event.block_hash) if not self.has(name)]
                 assert not missing, f"announced as stored, but not there: {missing}"
@@ -341,7 +354,7 @@ class Pool(RuleBasedStateMachine):
             del self.inner.values[key]
         for number, request in enumerate(requests):
             self.open()
-            database = ChunkedTokenDatabase(self.setup_)
+            database = self.database(self.setup_)
             owners = database.owner_keys(0, request.block_hashes, 0)
             there = np.asarray([[key in self.inner.values for key in owner] for owner in owners]).all(axis=0)
             blocks = int(np.append(~there, True).argmax())
