@@ -149,7 +149,7 @@ def test_lookup_server_restart(run: fi.Run, tmp_path: Path) -> None:
     def act(world: World) -> None:
         def before_step(step: int) -> None:
             if step == 1:
-                world.workers[0].restart_lookups()
+                world.restart_lookups()
             if step == 2:
                 world.engine.add("late", PROMPT)
 
