@@ -62,7 +62,7 @@ def engine(pool, folder, topology, groups=ONE_GROUP, **options):
     return World.open(
         client if client is not None else pool.client,
         folder,
-        **{**GENEROUS, "layer_timeout": 30.0, "use_layerwise": pool.layerwise, **options},
+        **{**GENEROUS, "use_layerwise": pool.layerwise, **options},
         topology=topology,
         groups=groups,
         stage_layers=((LAYERS,) * len(groups),) * topology.pp_size,

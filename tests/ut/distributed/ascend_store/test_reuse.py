@@ -6,7 +6,7 @@ import pytest
 
 from fixtures.engine_memory import Request
 from fixtures.gva_stores import GvaPool, LaxGvaStore, StrictGvaStore
-from fixtures.parts import make_setup
+from fixtures.parts import GENEROUS, make_setup
 from fixtures.world import World
 from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.groups import CacheGroup, GroupKind
@@ -92,7 +92,7 @@ def test_an_engine_computes_right_on_buffers_that_its_layers_share(tmp_path, kin
             lambda: kind(pool),
             tmp_path,
             engine={"layers": 5, "buffers": buffers, "chunk": chunk},
-            layer_timeout=30.0,
+            **GENEROUS,
             **REUSE,
         )
         engine = world.engine
@@ -114,18 +114,19 @@ def test_parts_of_blocks_do_not_pile_up(tmp_path):
     """Each step saves a new one; the one before is taken out once it was loaded."""
     pool = GvaPool(1 << 17)
     world = World.open(
-        lambda: LaxGvaStore(pool), tmp_path, engine={"layers": 2, "buffers": (0, 0)}, layer_timeout=30.0, **REUSE
+        lambda: LaxGvaStore(pool), tmp_path, engine={"layers": 2, "buffers": (0, 0)}, **GENEROUS, **REUSE
     )
     world.engine.add("a", range(13), output=10)
     world.engine.run(80)
+    lanes = world.workers[0]._path.recving._lanes
+    assert lanes.wait_until(lambda: sum("@partial@" in key for key in pool.published()) <= 1, 60.0)
     world.close()
-    assert sum("@partial@" in key for key in pool.published()) <= 1
 
 
 def test_a_block_that_the_store_has_lost_is_computed_anew(tmp_path):
     pool = GvaPool(1 << 17)
     world = World.open(
-        lambda: StrictGvaStore(pool), tmp_path, engine={"layers": 2, "buffers": (0, 0)}, layer_timeout=30.0, **REUSE
+        lambda: StrictGvaStore(pool), tmp_path, engine={"layers": 2, "buffers": (0, 0)}, **GENEROUS, **REUSE
     )
     engine = world.engine
     engine.before_step = lambda number: pool.evict(pool.published()[1]) if number == 2 else None

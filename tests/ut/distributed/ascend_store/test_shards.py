@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fixtures.memory_store import MemoryStore
-from fixtures.parts import make_setup
+from fixtures.parts import GENEROUS, make_setup
 from fixtures.world import World
 from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.groups import CacheGroup, GroupKind
@@ -210,7 +210,7 @@ def test_one_engine_computes_on_what_the_other_has_saved(tmp_path, saver, loader
     store = MemoryStore()
     for options, loaded in ((saver, 0), (loader, 28)):
         store.reopen()
-        world = World.open(store, tmp_path, **options)
+        world = World.open(store, tmp_path, **{**GENEROUS, **options})
         request = world.engine.add("a", range(30))
         world.engine.run()
         world.engine.check_idle()

@@ -171,7 +171,7 @@ class Pool:
         assert world.close() == []
 
     def options(self, **more):
-        return {**GENEROUS, "use_layerwise": True, "layer_timeout": 30.0, "engine": {"layers": 3}, **more}
+        return {**GENEROUS, "use_layerwise": True, "engine": {"layers": 3}, **more}
 
     def open(self, **more):
         return World.open(self.store, self.folder, **self.options(**more))
