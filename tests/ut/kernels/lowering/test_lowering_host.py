@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_ext.kernels.lowering import __main__ as command_line
-from vllm_ascend_ext.kernels.lowering import bound, compare, excerpt, pool, report, sweep, toolchain
+from vllm_ascend_ext.kernels.lowering import bound, compare, excerpt, pool, report, sweep, sweeps, toolchain
 from vllm_ascend_ext.kernels.lowering.cases import A2, Case
 from vllm_ascend_ext.kernels.lowering.check import Job, Report
 from vllm_ascend_ext.kernels.lowering.compile import Setting
@@ -405,6 +405,16 @@ def test_the_files_of_two_kernels_of_one_name_are_kept_apart(tmp_path: Path, mon
     command_line.run_all(jobs, Toolchain(tmp_path, tmp_path, tmp_path, ()), options)
     name = "k-Ascend910B3_multi-buffering_on/left"
     assert [(tmp_path / "kept" / folder / "k" / name).read_text() for folder in ("a", "b")] == ["a", "b"]
+
+
+def test_what_is_declared_for_vllm_ascend_has_names_of_its_own() -> None:
+    """Each case by its file and title, and those that our kernels are put beside among them."""
+    folder = Path(sweeps.__file__).parent
+    declared = [case for path in sorted(folder.glob("vllm_*.py")) for case in Loader().load(path, "LOWERING_CASES")]
+    assert len({(case.file, case.definition, case.title) for case in declared}) == len(declared)
+    titles = {case.title for case in declared}
+    pairs = compare.read_pairs((folder / "vllm_ascend_pairs.txt").read_text().splitlines())
+    assert {case for pair in pairs for case in pair.theirs} <= titles
 
 
 # ---------------------------------------------------------------- the toolchain and the command line

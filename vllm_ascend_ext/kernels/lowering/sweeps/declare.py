@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from ..cases import A2, Case, Constant
 
+#: Setting of a kernel that only A5 launches; this check lowers it for A2, as its chip's modules can't be read.
+A5 = "launched on A5 alone, lowered for A2"
+
 
 def case(
     place: str, types: str, setting: str = "", values: Mapping[str, int] | None = None, /, **constants: Constant
