@@ -1,11 +1,8 @@
-"""The check without the compiler: symbolic counts, loading of kernel files, processes, cases, the command line."""
+"""The check without the compiler: symbolic counts, processes, cases, reports, pages."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_ext.kernels.lowering import __main__ as command_line
-from vllm_ascend_ext.kernels.lowering import bound, compare, excerpt, pool, report, sweep, sweeps, toolchain
+from vllm_ascend_ext.kernels.lowering import bound, compare, excerpt, pool, report, sweep, sweeps
 from vllm_ascend_ext.kernels.lowering.cases import A2, Case
 from vllm_ascend_ext.kernels.lowering.check import Job, Report
 from vllm_ascend_ext.kernels.lowering.compile import Setting
 from vllm_ascend_ext.kernels.lowering.counts import Counts
 from vllm_ascend_ext.kernels.lowering.findings import KINDS, Finding, Severity, allow
 from vllm_ascend_ext.kernels.lowering.ir import Place
-from vllm_ascend_ext.kernels.lowering.jobs import UsageError
-from vllm_ascend_ext.kernels.lowering.loader import Loader, LoadError
+from vllm_ascend_ext.kernels.lowering.loader import Loader
 from vllm_ascend_ext.kernels.lowering.symbolic import Count, Term, affine, build, loop_range, number, symbol
 from vllm_ascend_ext.kernels.lowering.toolchain import Toolchain
 
@@ -75,112 +71,6 @@ def test_a_bound_is_the_largest_of_its_parts() -> None:
     assert found.limit == "transfers of a core"
     assert bound.lower_bound([counts], {"grid": 1}, "Ascend910_9382") is None
     assert bound.lower_bound([counts], {}, A2) is None
-
-
-# ---------------------------------------------------------------- loading
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A package whose kernel file imports what isn't installed, and whose kernels need little of it."""
-    package = tmp_path / "pkg"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('the package must not be imported')\n")
-    (package / "helpers.py").write_text("import not_there\n\nWIDTH = 32\n\n\ndef twice(x):\n    return x * WIDTH\n")
-    (package / "kernels.py").write_text(
-        "from __future__ import annotations\n"
-        "import not_there\n"
-        "from not_there.deep import thing, HAS_TRITON\n"
-        "from pkg.helpers import twice\n"
-        "from .helpers import WIDTH as W\n"
-        "SIZES = []\n"
-        "SIZES.append(W)\n"
-        "BROKEN = not_there.value\n"
-        "if not_there.version() > 1:\n    MODE = 'old'\nelse:\n    MODE = 'new'\n"
-        "@not_there.tune\n@triton.jit\ndef tuned(x: not_there.Type):\n    return twice(x) + thing\n"
-        "def plain(x: not_there.Type):\n    return twice(x), MODE, SIZES, HAS_TRITON\n"
-        "def needy():\n    return BROKEN\n"
-    )
-    return package / "kernels.py"
-
-
-def test_only_what_a_name_needs_is_run(project: Path) -> None:
-    plain = Loader().load(project, "plain")
-    assert plain(2) == (64, "new", [32], True)
-    assert "pkg" not in sys.modules
-
-
-def test_what_is_missing_matters_only_to_what_uses_it(project: Path) -> None:
-    loader = Loader()
-    assert [missing.name for missing in loader.missing(project, "plain")] == []
-    needy = loader.load(project, "needy")
-    assert needy().reason == "import of not_there fails: No module named 'not_there'"
-    assert [missing.name for missing in loader.missing(project, "needy")] == ["BROKEN"]
-    with pytest.raises(LoadError, match="BROKEN can't be loaded: import of not_there fails"):
-        loader.load(project, "BROKEN")
-    assert loader.kernels(project) == ["tuned"]
-    assert loader.parameters(project, "plain") == ["x: not_there.Type"]
-
-
-def test_imports_are_found_in_further_roots(project: Path, tmp_path: Path) -> None:
-    further = tmp_path / "further"
-    (further / "not_there").mkdir(parents=True)
-    (further / "not_there" / "deep.py").write_text("thing = 5\n")
-    loader = Loader([further])
-    user = project.with_name("user.py")
-    user.write_text("from not_there.deep import thing\n")
-    assert loader.load(user, "thing") == 5
-
-
-@pytest.fixture
-def twice(tmp_path: Path) -> Path:
-    """A file that defines a kernel for two versions of something, with a tuner around the newer one."""
-    path = tmp_path / "twice.py"
-    path.write_text(
-        "class triton:\n"
-        "    jit = staticmethod(lambda function: function)\n"
-        "if not_there():\n"
-        "    WIDTH = 1\n"
-        "    @triton.jit\n"
-        "    def kernel(x):\n"
-        "        return x + WIDTH\n"
-        "else:\n"
-        "    WIDTH = 2\n"
-        "    try:\n"
-        "        FACTOR = 10\n"
-        "        @needs_a_device()\n"
-        "        @triton.jit\n"
-        "        def kernel(x):\n"
-        "            return x * FACTOR + WIDTH\n"
-        "    except ImportError:\n"
-        "        kernel = None\n"
-    )
-    return path
-
-
-@pytest.mark.parametrize(("definition", "value"), [(1, 6), (2, 52), (0, 52)])
-def test_a_case_chooses_among_definitions(twice: Path, definition: int, value: int) -> None:
-    """Each with what its own branch defines; no tuner is left anywhere."""
-    assert Loader().load(twice, "kernel", definition)(5) == value
-
-
-def test_a_definition_that_is_not_there_is_refused(twice: Path) -> None:
-    loader = Loader()
-    with pytest.raises(LoadError, match="defines kernel 2 times; there is no definition 3"):
-        loader.load(twice, "kernel", 3)
-    assert loader.kernels(twice) == ["kernel"]
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "words"),
-    [(None, "x", "No such file"), ("def (", "x", "is not a Python file"), ("y = 1\n", "x", "has no top-level 'x'")],
-)
-def test_what_cannot_be_loaded_says_why(tmp_path: Path, text: str | None, name: str, words: str) -> None:
-    path = tmp_path / "file.py"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(LoadError, match=words):
-        Loader().load(path, name)
 
 
 # ---------------------------------------------------------------- processes
@@ -391,22 +281,6 @@ def test_a_page_counts_definitions_and_names_only_what_helps(tmp_path: Path) -> 
     assert "| `k` (5 rows) |" in alone
 
 
-def test_the_files_of_two_kernels_of_one_name_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One folder for each file, below the folder that holds them all."""
-
-    def leave(job: Job, tools: Toolchain, folder: Path, at_stage: Callable[[str], None]) -> Report:
-        (folder / "left").write_text(job.path.parent.name)
-        return Report(job)
-
-    monkeypatch.setattr(command_line.check, "run", leave)
-    files = [tmp_path / folder / "k.py" for folder in ("a", "b")]
-    jobs = [Job(file, Case(kernel="k", signature=FLOATS), Setting(A2, True)) for file in files]
-    options = argparse.Namespace(keep=tmp_path / "kept", jobs=1, timeout=60.0)
-    command_line.run_all(jobs, Toolchain(tmp_path, tmp_path, tmp_path, ()), options)
-    name = "k-Ascend910B3_multi-buffering_on/left"
-    assert [(tmp_path / "kept" / folder / "k" / name).read_text() for folder in ("a", "b")] == ["a", "b"]
-
-
 def test_what_is_declared_for_vllm_ascend_has_names_of_its_own() -> None:
     """Each case by its file and title, and those that our kernels are put beside among them."""
     folder = Path(sweeps.__file__).parent
@@ -415,164 +289,3 @@ def test_what_is_declared_for_vllm_ascend_has_names_of_its_own() -> None:
     titles = {case.title for case in declared}
     pairs = compare.read_pairs((folder / "vllm_ascend_pairs.txt").read_text().splitlines())
     assert {case for pair in pairs for case in pair.theirs} <= titles
-
-
-# ---------------------------------------------------------------- the toolchain and the command line
-
-
-def test_a_version_that_was_not_tested_is_warned_of() -> None:
-    path = Path("anywhere")
-    tested = Toolchain(path, path, path, tuple((name, versions[0]) for name, versions in toolchain.TESTED.items()))
-    assert tested.warnings == []
-    other = Toolchain(path, path, path, (("triton-ascend", "3.2.2"), ("ascendnpu-ir", "1.2.0")))
-    assert len(other.warnings) == 1
-    assert other.warnings[0].startswith("triton-ascend 3.2.2 was not tested (tested: 3.2.0)")
-
-
-def test_an_unsupported_platform_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert command_line.main(["check", __file__]) == command_line.CANNOT_RUN
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert "not for linux on riscv64" in printed
-
-
-def test_a_missing_wheel_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(toolchain, "TESTED", {"no-such-wheel": ("1",)})
-    assert command_line.main(["check", __file__]) == command_line.CANNOT_RUN
-    printed = capsys.readouterr().err
-    assert printed == f"lowering: no-such-wheel is not installed in {sys.prefix}. {toolchain._HINT}\n"
-
-
-def test_explain_tells_the_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["explain", "retried"]) == command_line.OK
-    assert "switched optimisations off" in " ".join(capsys.readouterr().out.split())
-    assert command_line.main(["explain", "nothing"]) == command_line.USAGE
-
-
-@pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A toolchain that is found and never run: a wrong command line is refused before."""
-    path = Path("anywhere")
-    monkeypatch.setattr(command_line, "_tools", lambda: Toolchain(path, path, path, ()))
-
-
-@pytest.mark.usefixtures("tools")
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nowhere.py"], "there is no file 'nowhere.py'"),
-        (["{file}"], "has no case in LOWERING_CASES. Its kernels are: k. Name one as k.py:KERNEL"),
-        (["{file}:k"], "Parameters of k: x_ptr, n, BLOCK: tl.constexpr."),
-        (["{file}:other"], "has no kernel 'other'. Its kernels are: k."),
-        (["{file}", "--arg", "x_ptr=*fp32"], "argument types belong to one kernel"),
-        (["{file}:k", "--arg", "x_ptr=float"], "argument 'x_ptr': unknown type 'float'"),
-        (["{file}:k", "--arg", "x_ptr"], "--arg 'x_ptr': write NAME=VALUE"),
-        (["{file}:k", "--arg", "x_ptr=*fp32", "--value", "x_ptr=many"], "a run-time value is a whole number"),
-        (["{file}:k", "--arg", "x_ptr=*fp32", "--target", "H100"], "target 'H100': allowed are A2"),
-        (["{file}:k", "--arg", "x_ptr=*fp32", "--only", "zzz"], "no case has 'zzz' in its title"),
-        (
-            ["{file}:k", "--arg", "x_ptr=*fp32", "--allow", "slow=so be it"],
-            "k allows ['slow']; the kinds of findings are",
-        ),
-        (["{folder}"], "declares LOWERING_CASES"),
-        (["{plain}"], "plain.py has no kernel: no function in it is decorated with @triton.jit"),
-        (["{plain}:f"], "plain.py has no kernel: no function"),
-        (["{broken}"], "broken.py is not a Python file: '(' was never closed at line 1"),
-        (["{broken}:k"], "broken.py is not a Python file"),
-        (["{broken.parent}"], "broken.py is not a Python file"),
-        (["{file}:k", "--arg", "n=i32", "--jobs", "0"], "--jobs 0: at least 1"),
-        (["{file}:k", "--arg", "n=i32", "--timeout", "0"], "--timeout 0: a number of seconds above 0"),
-        (["{file}:k", "--arg", "n=i32", "--const", "n=1"], "['n'] is both an argument and a constant"),
-        (["{file}:k k", "--arg", "n=i32"], "'k k' is not the name of a function"),
-        (["{file}:k", "--arg", "n=i32", "--value", "m=1"], "values names ['m']"),
-        (["{file}:k", "--arg", "n=i32", "--option", "multibuffer=False"], "options has 'multibuffer'"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "k.py"
-    path.write_text("import triton\n@triton.jit\ndef k(x_ptr, n, BLOCK: tl.constexpr):\n    pass\n")
-    (tmp_path / "plain.py").write_text("def f():\n    pass\n")
-    broken = tmp_path / "broken" / "broken.py"
-    broken.parent.mkdir()
-    broken.write_text("def k(x_ptr, n:\n    pass\n")
-    paths = {"file": path, "folder": tmp_path, "plain": tmp_path / "plain.py", "broken": broken}
-    given = [argument.format(**paths) for argument in arguments]
-    assert command_line.main(["check", *given]) == command_line.USAGE
-    printed = capsys.readouterr().err
-    assert words in printed
-    assert printed.count("\n") == 1
-
-
-@pytest.mark.usefixtures("tools")
-def test_a_declaration_that_is_no_case_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "k.py"
-    path.write_text("LOWERING_CASES = lambda: ['k']\n")
-    assert command_line.main(["check", str(path)]) == command_line.USAGE
-    assert "LOWERING_CASES holds a str, and may hold Case objects only" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("tools")
-def test_two_cases_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Reports, comparisons and kept files go by it."""
-    path = tmp_path / "k.py"
-    path.write_text(
-        "from vllm_ascend_ext.kernels.lowering.cases import Case\n"
-        "LOWERING_CASES = [Case(kernel='k', signature={}, constants={'B': b}) for b in (1, 2)]\n"
-    )
-    assert command_line.main(["check", str(path)]) == command_line.USAGE
-    assert "k on Ascend910B3, multi-buffering on is asked for twice" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------- two reports side by side
-
-
-def _result(kernel: str, bits: int, **launch: float | None) -> dict[str, Any]:
-    counts = {name: {"formula": "", "first_program": None, "launch": value} for name, value in launch.items()}
-    return {
-        **{"kernel": kernel, "case": "", "target": A2, "multibuffer": True, "counts": counts},
-        **{"unified_buffer_bits": {"required": bits}, "findings": [{"severity": "error"}, {"severity": "note"}]},
-    }
-
-
-def test_a_comparison_adds_up_the_kernels_of_an_operation() -> None:
-    ours = {
-        "results": [
-            _result("fold", 1000, element_trips=0, transfers=19, bytes_in=64, bytes_out=8),
-            _result("combine", 500, element_trips=21, transfers=3, bytes_in=8, bytes_out=None),
-        ]
-    }
-    theirs = {"results": [_result("ranks", 2000, element_trips=32, transfers=2, bytes_in=6, bytes_out=1)]}
-    pairs = compare.read_pairs(["# a comment", "", "both | fold + combine | ranks  # and another"])
-    assert compare.table(pairs, ours, theirs).splitlines()[2] == (
-        "| both | 1,000 / 2,000 | 21 / 32 | 22 / 2 | ? / 7 | 2 / 1 |"
-    )
-    with pytest.raises(UsageError, match="the report has no case 'scan'"):
-        compare.table(compare.read_pairs(["both | scan | ranks"]), ours, theirs)
-    with pytest.raises(UsageError, match="line 1 of the pairs: 'both' is not"):
-        compare.read_pairs(["both"])
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "No such file"),
-        ("{", "is not JSON"),
-        ("[]", "is no report of this tool in its format 1"),
-        ("{}", "is no report"),
-    ],
-)
-def test_a_comparison_says_what_is_wrong_with_a_file(
-    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "report.json"
-    if text is not None:
-        path.write_text(text)
-    assert command_line.main(["compare", str(path), str(path), "--pairs", str(path)]) == command_line.USAGE
-    printed = capsys.readouterr().err
-    assert words in printed
-    assert printed.count("\n") == 1
