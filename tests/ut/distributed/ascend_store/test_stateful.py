@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from hypothesis.stateful import (
 from fixtures.clock import ManualClock
 from fixtures.engine import MiniEngine, State
 from fixtures.gates import Gate
+from fixtures.gva_stores import FlakyGvaStore, GvaPool, LaxGvaStore, StrictGvaStore
 from fixtures.memory_store import MemoryStore
 from fixtures.stores import FlakyStore, answering, changing, raising, wrong_bytes
 from fixtures.world import World, make_setup, ranks
@@ -60,6 +62,10 @@ SETTINGS = {
     "layer by layer in chunks": {"topology": ONE, "use_layerwise": True, "chunk": 6, "lanes": 1},
     "two ranks layer by layer": {"topology": TWO, "use_layerwise": True},
     "asynchronously layer by layer": {"topology": FOUR, "use_layerwise": True, "load_async": True},
+    "by address": {"topology": ONE, "use_layerwise": True, "values": "lax"},
+    "by address, strictly, in chunks": {"topology": ONE, "use_layerwise": True, "values": "strict", "chunk": 6},
+    "two ranks by address": {"topology": TWO, "use_layerwise": True, "values": "strict"},
+    "asynchronously by address": {"topology": TWO, "use_layerwise": True, "values": "lax", "load_async": True},
     "requests fail": {"topology": ONE, "policy": "fail"},
     "requests fail asynchronously": {"topology": FOUR, "policy": "fail", "load_async": True},
 }
@@ -122,6 +128,114 @@ class BoundedLookup:
         return self._lanes.close(60.0)
 
 
+class MemoryValues:
+    """What is in a store that is read and written by key."""
+
+    has_gva = False
+    loads, saves = ("get",), ("put",)
+    others = ("exists", "remove")
+    faults = LIES_AND_FAULTS
+
+    def __init__(self):
+        self._store = MemoryStore()
+
+    def client(self):
+        self._store.reopen()
+        return self._store
+
+    def flaky(self):
+        return FlakyStore(self.client())
+
+    def keys(self):
+        return sorted(self._store.values)
+
+    def value(self, key):
+        return self._store.values.get(key)
+
+    def take_out(self, key):
+        return self._store.values.pop(key)
+
+    evict = take_out
+
+    def put_back(self, key, value):
+        self._store.values[key] = value
+
+    def spoil(self, key, byte):
+        value = bytearray(self._store.values[key])
+        value[byte % len(value)] ^= 0x10
+        self._store.values[key] = bytes(value)
+
+    def check(self, workers):
+        """Nothing but the values is left in it."""
+
+
+class GvaValues:
+    """What is in a store that is read and written by global address."""
+
+    has_gva = True
+    loads = ("batch_get_key_info", "batch_add_lease", "batch_copy")
+    saves = ("batch_alloc", "batch_copy", "batch_write_finish")
+    others = ("exists", "remove", "batch_remove_lease")
+    faults: ClassVar = {
+        **FAULTS,
+        "unavailable": codes(lambda zeros: [-3014] * len(zeros)),
+        "full": codes(list),
+        # What follows would be lies that nobody can find out: a lease given and denied, a save that copied nothing.
+        **dict.fromkeys(("first fails", "last fails"), codes(lambda zeros: [-3102] * len(zeros))),
+        **dict.fromkeys(LIES, raising(OSError("down"))),
+    }
+
+    def __init__(self, kind):
+        self._kind = kind
+        self._pool = GvaPool(1 << 18)
+
+    def client(self):
+        return self._kind(self._pool)
+
+    def flaky(self):
+        return FlakyGvaStore(self.client())
+
+    def keys(self):
+        return sorted(self._pool.published())
+
+    def value(self, key):
+        blob = self._pool.blobs.get(key)
+        if blob is None or not blob.published:
+            return None
+        return self._pool.arena[blob.offset : blob.offset + blob.size].tobytes()
+
+    def take_out(self, key):
+        return self._pool.blobs.pop(key)
+
+    def evict(self, key):
+        self._pool.evict(key)
+
+    def put_back(self, key, blob):
+        self._pool.blobs[key] = blob
+
+    def spoil(self, key, byte):
+        blob = self._pool.blobs[key]
+        self._pool.arena[blob.offset + byte % blob.size] ^= 0x10
+
+    def check(self, workers):
+        """Leases acquired are leases released, no write is open for the pool, and nothing was done that none may do."""
+        for path in [worker._path for worker in workers]:
+            path.recving._lanes.wait_until(lambda path=path: not path.recving.leases.held, 60.0)
+            path.sending._lanes.wait_until(lambda path=path: path.sending.writes.is_empty, 60.0)
+            assert not path.recving.leases.held
+            assert path.sending.writes.is_empty
+        owed = sum(len(worker._path.recving.leases.debts) for worker in workers)
+        assert self._pool.ledger()["leases"] <= owed
+        assert not self._pool.violations
+
+
+VALUES = {
+    "memory": MemoryValues,
+    "lax": lambda: GvaValues(LaxGvaStore),
+    "strict": lambda: GvaValues(StrictGvaStore),
+}
+
+
 class Pool(RuleBasedStateMachine):
     options: dict
 
@@ -130,8 +244,8 @@ class Pool(RuleBasedStateMachine):
         self.folder = tempfile.mkdtemp()
         self.before = set(threading.enumerate())
         self.clock = ManualClock()
-        self.inner = MemoryStore()
-        self.store = FlakyStore(self.inner)
+        self.values = VALUES[self.options.get("values", "memory")]()
+        self.store = self.values.flaky()
         self.gates: list[Gate] = []
         self.corrupted: dict[str, bytes] = {}
         self.number = 0
@@ -150,6 +264,7 @@ class Pool(RuleBasedStateMachine):
             "num_blocks": 200,
             "layers": LAYERS,
         }
+        options.pop("values", None)
         self.setup_ = make_setup(
             self.folder,
             load_timeout=TIMEOUT,
@@ -164,11 +279,11 @@ class Pool(RuleBasedStateMachine):
             self.engine.add(f"fill{family}", range(100 * family, 100 * family + PREFIX))
         self.finish_engine()
         self.open()
-        self.store.script("get", *(LIES_AND_FAULTS[fault] for fault in faults))
+        self.store.script(self.values.loads[-1], *(self.values.faults[fault] for fault in faults))
         self.arrive(0, prompts, 1)
 
     def open(self):
-        self.inner.reopen()
+        self.store.inner = self.values.client()
         workers = []
         for topology in ranks(self.setup_.topology):
             worker = KVPoolWorker(replace(self.setup_, topology=topology), self.store, clock=self.clock)
@@ -184,9 +299,8 @@ class Pool(RuleBasedStateMachine):
     def engine(self):
         return self.world.engine
 
-    @staticmethod
-    def database(setup):
-        database = ChunkedTokenDatabase(setup, Naming.of(setup.config.use_layerwise, has_gva=False))
+    def database(self, setup):
+        database = ChunkedTokenDatabase(setup, Naming.of(setup.config.use_layerwise, self.values.has_gva))
         database.set_layers([LAYERS])
         return database
 
@@ -216,7 +330,8 @@ class Pool(RuleBasedStateMachine):
     )
     def arrive_to_a_load_that_fails(self, fault, on_ranks, family, prompts, then, which):
         """On the first rank that loads, or on the first two; then one of the requests may go."""
-        self.store.script("get", *[LIES_AND_FAULTS[fault]] * on_ranks)
+        method = self.values.loads[which % len(self.values.loads)]
+        self.store.script(method, *[self.values.faults[fault]] * on_ranks)
         self.arrive(family, prompts, 1)
         if then != "go on":
             getattr(self, then)(which)
@@ -249,19 +364,23 @@ class Pool(RuleBasedStateMachine):
 
     # -- what goes wrong --------------------------------------------------------------------------------------------
 
+    def method(self, which):
+        methods = sorted({*self.values.loads, *self.values.saves, *self.values.others})
+        return methods[which % len(methods)]
+
     @rule(
-        method=st.sampled_from(["get", "put", "exists", "remove"]),
+        which=st.integers(0, 20),
         fault=st.sampled_from(sorted(FAULTS)),
         calls=st.sampled_from([1, 2, 6, 20]),
         steps=st.integers(0, 2),
     )
-    def fail(self, method, fault, calls, steps):
-        self.store.script(method, *[FAULTS[fault]] * calls)
+    def fail(self, which, fault, calls, steps):
+        self.store.script(self.method(which), *[self.values.faults[fault]] * calls)
         self.steps(steps)
 
     @precondition(lambda self: len(self.gates) < 3)
-    @rule(method=st.sampled_from(["exists", "put", "get"]))
-    def outlive_the_deadline(self, method):
+    @rule(which=st.integers(0, 20))
+    def outlive_the_deadline(self, which):
         gate = Gate()
         self.gates.append(gate)
 
@@ -271,31 +390,31 @@ class Pool(RuleBasedStateMachine):
                 self.clock.advance(TIMEOUT)
             return call()
 
-        self.store.script(method, slow)
+        self.store.script(self.method(which), slow)
 
     @precondition(lambda self: self.gates)
     @rule()
     def return_late(self):
         self.gates.pop(0).open()
 
-    @rule(method=st.sampled_from(["put", "get"]), chance=st.integers(0, 3))
-    def end_a_thread(self, method, chance):
+    @rule(which=st.integers(0, 20), chance=st.integers(0, 3))
+    def end_a_thread(self, which, chance):
+        methods = [*self.values.loads, *self.values.saves]
         if not chance:
-            self.store.script(method, raising(Fatal("device lost")))
+            self.store.script(methods[which % len(methods)], raising(Fatal("device lost")))
 
     @rule(which=st.integers(0, 1000), several=st.booleans())
     def evict(self, which, several):
-        if keys := sorted(self.inner.values):
+        if keys := self.values.keys():
             for key in keys[which % len(keys) :: 3] if several else [keys[which % len(keys)]]:
-                del self.inner.values[key]
+                self.values.evict(key)
 
     @rule(which=st.integers(0, 1000), byte=st.integers(0, 1000))
     def corrupt(self, which, byte):
-        if keys := sorted(self.inner.values):
+        if keys := self.values.keys():
             key = keys[which % len(keys)]
-            value = bytearray(self.inner.values[key])
-            value[byte % len(value)] ^= 0x10
-            self.inner.values[key] = self.corrupted[key] = bytes(value)
+            self.values.spoil(key, byte)
+            self.corrupted[key] = self.values.value(key)
 
     # -- laws -------------------------------------------------------------------------------------------------------
 
@@ -303,10 +422,13 @@ class Pool(RuleBasedStateMachine):
     def only_right_bytes_are_in_the_pool(self):
         if self.world is None:
             return
-        still = {key for key, value in self.corrupted.items() if self.inner.values.get(key) == value}
-        hidden = {key: self.inner.values.pop(key) for key in still}
-        self.world.audit(self.inner, self.engine.requests.values())
-        self.inner.values.update(hidden)
+        hidden = {key: self.values.take_out(key) for key in self.still_corrupted()}
+        self.world.audit(self.values.client(), self.engine.requests.values())
+        for key, value in hidden.items():
+            self.values.put_back(key, value)
+
+    def still_corrupted(self):
+        return [key for key, value in self.corrupted.items() if self.values.value(key) == value]
 
     def check_announced(self):
         """A block is announced as stored only if it is there."""
@@ -317,7 +439,7 @@ class Pool(RuleBasedStateMachine):
                 assert not missing, f"announced as stored, but not there: {missing}"
 
     def has(self, key):
-        return key in self.inner.values
+        return self.values.value(key) is not None
 
     def finish_engine(self):
         """Every request ends although the faults go on, and nothing is left of any."""
@@ -325,6 +447,7 @@ class Pool(RuleBasedStateMachine):
         self.engine.run(max_steps=300)
         self.engine.check_idle()
         self.only_right_bytes_are_in_the_pool()
+        self.values.check(self.world.workers)
         assert self.world.close() == []
         self.world = None
 
@@ -337,7 +460,7 @@ class Pool(RuleBasedStateMachine):
             if self.world is not None:
                 families = {request.all_token_ids[0]: request for request in self.engine.requests.values()}
                 self.finish_engine()
-                self.store = FlakyStore(self.inner)  # all is well again
+                self.store = self.values.flaky()  # all is well again
                 self.clock.advance(1000.0)
                 self.check_hits(families.values())
         finally:
@@ -349,14 +472,13 @@ class Pool(RuleBasedStateMachine):
 
     def check_hits(self, requests):
         """What the pool holds, as the model sees it, is what a new request gets, and it computes right on it."""
-        still = [key for key, value in self.corrupted.items() if self.inner.values.get(key) == value]
-        for key in still:
-            del self.inner.values[key]
+        for key in self.still_corrupted():
+            self.values.take_out(key)
         for number, request in enumerate(requests):
             self.open()
             database = self.database(self.setup_)
             owners = database.owner_keys(0, request.block_hashes, 0)
-            there = np.asarray([[key in self.inner.values for key in owner] for owner in owners]).all(axis=0)
+            there = np.asarray([[self.has(key) for key in owner] for owner in owners]).all(axis=0)
             blocks = int(np.append(~there, True).argmax())
             probe = self.engine.add(f"probe{number}", request.all_token_ids)
             self.engine.run()
