@@ -220,6 +220,18 @@ class TestAsyncLoads:
         assert rank.worker.close() == []
         assert (rank.memories[0][11] == 200).all()
 
+    def test_one_that_failed_before_its_request_was_aborted_is_told_of(self, rank, gate):
+        """Nobody needs its blocks any more; that the store failed is news all the same."""
+        rank.store.script("get", holding(gate))  # and there is nothing to get
+        rank.step(load(1, "a", 0, 8, [[11, 12]], is_async=True))
+        gate.wait_until_reached()
+        gate.open()
+        rank.worker.wait_for_loads(LONG)
+        transfers, errors, _ = rank.step(finished=["a"])
+        assert transfers.finished_recving == {"a"}
+        assert errors == set()
+        assert rank.worker.stats.get("load_failed") == 1
+
     def test_one_that_is_aborted_before_it_was_ordered_is_named_too(self, rank):
         """A02: vLLM waits for it whatever the worker has done."""
         rank.fill("a")
