@@ -22,10 +22,11 @@ venv: $(VENV)/.done ## the development environment in .venv
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-# The fault tier waits for deadlines most of the time, so it runs on more workers than there are cores.
+# The fault tier waits for deadlines most of the time, so it runs on more workers than there are cores; one item is up to
+# a few hundred runs, each with a watchdog of its own.
 PYTEST := -m pytest
 CPU_TIER := not (fault or engine or backend or ascend or cuda or npu)
-FAULT := -m fault -n 8 --fault-fail-unreached --fault-target vllm_ascend_ext.kv_pool
+FAULT := -m fault -n 8 --timeout 900 --fault-fail-unreached --fault-target vllm_ascend_ext.kv_pool
 # Only the pool's tests are traced.
 test: venv ## the whole CPU tier, with the pool's coverage
 	$(BIN)/coverage erase
