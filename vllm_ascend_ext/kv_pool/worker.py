@@ -13,7 +13,7 @@ from vllm_ascend_ext import device
 from vllm_ascend_ext.kv_pool.backend.base import Backend
 from vllm_ascend_ext.kv_pool.backend.client import StoreClient
 from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock, Deadline
-from vllm_ascend_ext.kv_pool.errors import Cancelled, ConfigError
+from vllm_ascend_ext.kv_pool.errors import ConfigError, Status
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.hits import HitFinder
 from vllm_ascend_ext.kv_pool.keys import Topology
@@ -146,8 +146,8 @@ class KVPoolWorker:
             transfers.finished_recving.add(ticket.job.req_id)
             if ticket.job.req_id in ended:
                 self._outcomes.given_up(ticket.job)
-                if not isinstance(ticket.result().cause, Cancelled):  # it had ended before: a failure is news
-                    self._path.recving.settle(ticket)
+                if any(status is not Status.CANCELLED for _, _, status in ticket.result().failures()):
+                    self._path.recving.settle(ticket)  # it had ended before, and a failure is news
                 continue
             result = self._path.recving.settle(ticket)
             self._outcomes.arrived_or_failed(result)
