@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vllm_ascend_ext.device import Event
 from vllm_ascend_ext.kv_pool.calls import Call
 from vllm_ascend_ext.kv_pool.clock import Deadline
-from vllm_ascend_ext.kv_pool.errors import Status
+from vllm_ascend_ext.kv_pool.errors import Cancelled, Status
 from vllm_ascend_ext.kv_pool.layerwise.batches import LayerPlan
 from vllm_ascend_ext.kv_pool.layerwise.gate import AttentionComputeStartGate, Signal
 from vllm_ascend_ext.kv_pool.layout import IntArray
@@ -203,11 +203,11 @@ class LayerLoad(LayerTransfer):
         )
 
     def arrived(self) -> None:
-        """All layers are copied: every block that hasn't failed is there."""
+        """All layers are copied: every block that hasn't failed is there. ``as_one``: none is, if any has failed."""
         with self._lock:
             for rows in self.rows:
-                rows.done |= rows.statuses == Status.OK
-            self.end()
+                rows.done |= (rows.statuses == Status.OK) & (not (self.as_one and self.failed))
+            self.end(Cancelled("another block of it has failed") if self.as_one and self.failed else None)
 
     def end(self, cause: BaseException | None = None) -> None:
         super().end(cause)

@@ -134,6 +134,16 @@ class TestLoad:
         fail(subject, 0, FAILED)
         assert subject.hopeless
 
+    def test_as_one_no_block_has_arrived_if_one_has_failed(self):
+        """The copying stops there: of the others nobody knows whether all of their layers came."""
+        subject = load(job(0, "a", "b"), as_one=True)
+        fail(subject, 0, Status.MISSING)
+        subject.arrived()
+        assert subject.result(0).statuses == [[Status.MISSING, CANCELLED]]
+        well = load(job(0, "a", "b"), as_one=True)
+        well.arrived()
+        assert well.result(0).ok
+
     def test_it_is_hopeless_once_it_is_over(self):
         subject = load(job(0, "a"))
         subject.end(OSError())
