@@ -13,7 +13,7 @@ from vllm_ascend_ext import device
 from vllm_ascend_ext.kv_pool.backend.base import Backend
 from vllm_ascend_ext.kv_pool.backend.client import StoreClient
 from vllm_ascend_ext.kv_pool.clock import MONOTONIC, Clock, Deadline
-from vllm_ascend_ext.kv_pool.errors import ConfigError, Status
+from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
 from vllm_ascend_ext.kv_pool.hits import HitFinder
 from vllm_ascend_ext.kv_pool.keys import Topology
@@ -138,16 +138,17 @@ class KVPoolWorker:
         self._path.recving.expire()
         transfers = Transfers(set(), set(), set())
         for job_id, ticket in list(self._loading.items()):
-            if ticket.job.req_id in ended:
+            aborted, by_itself = ticket.job.req_id in ended, ticket.ended
+            if aborted:
                 ticket.cancel()
             if not ticket.ended:
                 continue
             del self._loading[job_id]
             transfers.finished_recving.add(ticket.job.req_id)
-            if ticket.job.req_id in ended:
+            if aborted:
                 self._outcomes.given_up(ticket.job)
-                if any(status is not Status.CANCELLED for _, _, status in ticket.result().failures()):
-                    self._path.recving.settle(ticket)  # it had ended before, and a failure is news
+                if by_itself:
+                    self._path.recving.settle(ticket)  # that it failed is news, though nobody wants its blocks any more
                 continue
             result = self._path.recving.settle(ticket)
             self._outcomes.arrived_or_failed(result)
