@@ -179,6 +179,31 @@ class Announcer:
         return event
 
 
+class EndedTables:
+    """Blocks of requests that ended while a step of theirs was under way, whose loads may turn out to have failed."""
+
+    def __init__(self, steps_under_way: int) -> None:
+        self._steps_under_way = steps_under_way
+        self._planned = 0
+        self._tables: list[tuple[int, Sequence[int]]] = []  # with the step that was planned last
+
+    def next_step(self) -> None:
+        """Another step is planned: all but the last few have been reported."""
+        self._planned += 1
+        reported = self._planned - self._steps_under_way
+        self._tables = [(step, table) for step, table in self._tables if step > reported]
+
+    def add(self, block_ids: Sequence[int]) -> None:
+        self._tables.append((self._planned, block_ids))
+
+    def behind(self, invalid: set[int]) -> set[int]:
+        """In each table the first of the ``invalid`` blocks, and all that was computed on it."""
+        firsts = (
+            (table, next((i for i, block in enumerate(table) if block in invalid), None)) for _, table in self._tables
+        )
+        return {block for table, first in firsts if first is not None for block in table[first:]}
+
+
 @dataclass
 class AscendStoreStats(KVConnectorStats):
     """The pool's counters since the last step, as ``metrics`` describes them."""
@@ -252,6 +277,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: KVPoolScheduler | None = None if in_worker else make_scheduler(self._setup)
         self._worker: KVPoolWorker | None = make_worker(self._setup) if in_worker else None
         self._owners = sum(1 for _ in self._setup.topology.owners())
+        self._ended = EndedTables(vllm_config.max_concurrent_batches)
         self._events: list[KVCacheEvent] = []
         announces = self._setup.enable_kv_events and not in_worker
         self._announcer = Announcer(facts.groups, facts.hash_unit) if announces else None
@@ -316,6 +342,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AscendStoreMetadata:
+        self._ended.next_step()
         orders = self.scheduler.build_connector_meta(_step(scheduler_output))
         if self._announcer is not None:
             self._announcer.ordered(orders)
@@ -335,6 +362,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._announcer.end(request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._ended.add(block_ids)
         saving = self.scheduler.request_finished(request.request_id)
         if self._announcer is not None and not saving:
             self._announcer.end(request.request_id)
@@ -347,7 +375,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             # Under policy ``fail`` vLLM takes the hashes of the blocks that failed, but not of those that another
             # request of the batch computed on them.
             self._evict(chain(*self._kv_cache_manager.get_block_ids(request.request_id)))
-        return self.request_finished(request, [])
+        return self.request_finished(request, block_ids[0])  # only with one group are blocks named that failed
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events, self._events = self._events, []
@@ -360,9 +388,11 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _forget_hashes(self, invalid_block_ids: Iterable[int]) -> None:
         """Under policy ``recompute`` vLLM leaves blocks that failed to load, and those computed behind them, in its own
-        prefix cache until they are recomputed; a request that comes in between would hit them."""
+        prefix cache until they are recomputed; a request that comes in between would hit them. Under either it leaves
+        those of a request that was aborted while the step ran."""
         if invalid_block_ids:
-            self._evict(self.scheduler.blocks_to_forget(invalid_block_ids))
+            untrusted = self.scheduler.blocks_to_forget(invalid_block_ids)
+            self._evict(chain(untrusted, self._ended.behind(set(invalid_block_ids))))
 
     def _evict(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of vLLM's own prefix cache; whoever uses them keeps them."""

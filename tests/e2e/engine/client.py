@@ -35,6 +35,8 @@ class Request:
     max_tokens: int = 8
     arrive: int = 0
     abort: int | None = None
+    abort_mid_step: bool = False
+    """The abort comes while the step runs: vLLM takes it before it looks at what became of the step."""
     salt: str | None = None
     adapter: tuple[str, int, str] | None = None
     """Name, number and path of a LoRA adapter."""

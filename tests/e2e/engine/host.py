@@ -58,8 +58,8 @@ class Host:
 
     def generate(self, requests: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         """Run requests to their ends. A request: prompt (token ids), max_tokens, arrive (step at which it is added),
-        abort (its age in steps at which it is aborted, or None), salt, adapter (name, number, path, or None).
-        Raises TimeoutError past `seconds`."""
+        abort (its age in steps at which it is aborted, or None), abort_mid_step, salt, adapter (name, number, path, or
+        None). Raises TimeoutError past `seconds`."""
         names = [f"r{self.served + i}" for i in range(len(requests))]
         self.served += len(names)
         waiting = dict(zip(names, requests, strict=True))
@@ -73,7 +73,7 @@ class Host:
                 added[name] = step
             for name, request in zip(names, requests, strict=True):
                 if request["abort"] is not None and name in added and step - added[name] >= request["abort"]:
-                    self._abort(name, ends)
+                    self._abort(name, ends, request["abort_mid_step"])
             for output in self.engine.step():
                 if output.finished:
                     ends.setdefault(output.request_id, _end(output))
@@ -91,9 +91,12 @@ class Host:
         adapter = LoRARequest(*request["adapter"]) if request["adapter"] else None
         self.engine.add_request(name, prompt, sampling, lora_request=adapter)
 
-    def _abort(self, name: str, ends: dict[str, dict[str, Any]]) -> None:
+    def _abort(self, name: str, ends: dict[str, dict[str, Any]], mid_step: bool) -> None:
         if name not in ends:
-            self.engine.abort_request([name])
+            if mid_step:  # as for a server, whose core hears of it on a thread of its own
+                self.core.aborts_queue.put_nowait(self.engine.output_processor.abort_requests([name], internal=False))
+            else:
+                self.engine.abort_request([name])
             ends[name] = {"tokens": [], "finish": "abort", "cached": 0}
 
     def _drain(self, deadline: float) -> None:

@@ -68,7 +68,7 @@ class Oracle:
         """What each request must give, whatever else is in its batch. Arrival and abort don't matter here."""
         machine = machine.alone()
         name = repr((machine.model, sorted(machine.options.items())))
-        plain = [replace(request, arrive=0, abort=None, salt=None) for request in requests]
+        plain = [replace(request, arrive=0, abort=None, abort_mid_step=False, salt=None) for request in requests]
         new = [request for request in dict.fromkeys(plain) if (name, request) not in self._known]
         if new:
             run = self._engine(name, machine).generate(new)

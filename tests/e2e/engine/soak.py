@@ -92,6 +92,8 @@ class Answer:
     leave_after: int | None
     tokens: tuple[int, ...] = ()
     error: str | None = None
+    began: float = 0.0
+    ended: float = 0.0
 
     def is_right(self, right: tuple[int, ...]) -> bool:
         if self.error is not None:
@@ -186,7 +188,8 @@ class Traffic:
 
     def ask(self, request: Request, leave_after: int | None) -> None:
         """Be a client once; not while the others are paused."""
-        answer = self._answer(request, leave_after)
+        began = time.monotonic()
+        answer = replace(self._answer(request, leave_after), began=began, ended=time.monotonic())
         with self._changed:
             self._answers.append(answer)
 
@@ -220,6 +223,7 @@ class Faults:
     def __init__(self, server: Server, traffic: Traffic, settings: Settings, pool: LocalBackend) -> None:
         self._server, self._traffic, self._pool = server, traffic, pool
         self._draw = random.Random(f"{settings.seed} faults")
+        self._nudges = random.Random(f"{settings.seed} words")  # how many are drawn is a matter of time
         calls = LAYERWISE if settings.mode == "layerwise" else WHOLE
         self.kinds = [f"{call}: {how}" for call in calls for how in WAYS]
         self.kinds += [f"blocks {kind}: {where}" for kind in ("lost", "garbage") for where in PLACES]
@@ -228,6 +232,7 @@ class Faults:
         self._victim: tuple[int, ...] = ()
         self.injected: dict[str, int] = dict.fromkeys(self.kinds, 0)
         self.met: dict[str, int] = dict.fromkeys(self.kinds, 0)
+        self.diary: list[tuple[float, float, str]] = []
 
     def one(self) -> None:
         """A fault comes, lasts until it was met and a while longer, and goes."""
@@ -235,15 +240,17 @@ class Faults:
             self._deck = self._draw.sample(self.kinds, len(self.kinds))
         kind = self._deck.pop()
         self.injected[kind] += 1
+        began = time.monotonic()
         lasts = time.monotonic() + self._draw.uniform(0.3, 2.0)
         met, end = self._begin(kind)
         limit = time.monotonic() + PATIENCE / 2
         while time.monotonic() < lasts or (not met() and time.monotonic() < limit):
             time.sleep(0.1)
             if self._victim:
-                self._traffic.ask(Request((*self._victim, *_words(self._draw, 3)), max_tokens=4), None)
+                self._traffic.ask(Request((*self._victim, *_words(self._nudges, 3)), max_tokens=4), None)
         self.met[kind] += met()
         end()
+        self.diary.append((began, time.monotonic(), kind))
         time.sleep(self._draw.uniform(0.1, 1.0))
 
     def _begin(self, kind: str) -> tuple[Callable[[], bool], Callable[[], object]]:
@@ -305,6 +312,7 @@ class Report:
     complaints: list[str] = field(default_factory=list)
     faults: dict[str, dict[str, int]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    diary: list[tuple[float, float, str]] = field(default_factory=list)  # when which fault was in
     at: list[dict[str, float]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     pool_bytes: list[int] = field(default_factory=list)
@@ -374,6 +382,7 @@ def _drive(lab: Lab, server: Server, report: Report, mix: Mix, pool: LocalBacken
     settings = report.settings
     traffic = Traffic(server, mix, settings.seed)
     faults = Faults(server, traffic, settings, pool)
+    report.diary = faults.diary
     began, spoken, told = time.monotonic(), 0.0, 0
     judge = ThreadPoolExecutor(1)
     judging = judge.submit(lambda: None)
@@ -445,8 +454,11 @@ def _judge(lab: Lab, report: Report, answers: list[Answer]) -> None:
             if answer.is_right(right):
                 report.right += 1
             else:
-                prompt = f"prompt of {len(answer.request.prompt)} tokens"
-                report.wrong.append(f"{prompt}: {answer.error or (answer.tokens, right)}")
+                kinds = [kind for start, end, kind in report.diary if answer.began - 5 < end and start < answer.ended]
+                report.wrong.append(
+                    f"a prompt of {len(answer.request.prompt)} tokens that begins with {answer.request.prompt[:4]}, in "
+                    f"{answer.ended - answer.began:.1f} s, after {kinds}: {answer.error or (answer.tokens, right)}"
+                )
 
 
 def _check_coverage(report: Report) -> None:

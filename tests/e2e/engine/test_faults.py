@@ -121,13 +121,16 @@ def test_two_requests_that_share_what_does_not_arrive(bench: Bench, where: str) 
     bench.afterwards([victim, sibling])
 
 
-def test_aborted_between_the_failure_and_its_repair(bench: Bench) -> None:
-    """What the failed step left in vLLM's own cache must not be hit by the next request with that prefix."""
-    (victim,) = bench.saved(900, seed="abort")  # several steps to compute again
-    for age in (1, 2, 3):
+@pytest.mark.parametrize("mid_step", [False, True], ids=["between steps", "in mid-step"])
+def test_aborted_between_the_failure_and_its_repair(bench: Bench, mid_step: bool) -> None:
+    """What the failed step left in vLLM's own cache must not be hit by the next request with that prefix, not even if
+    the request is gone before the failure is known."""
+    (victim,) = bench.saved(900, seed=("abort", mid_step))  # several steps to compute again
+    for age in (0, 1, 2, 3) if mid_step else (1, 2, 3):
         bench.engine.reset_prefix_cache()
         bench.engine.call("faults:spoil", kind="lost", prompt=victim.prompt, where="first")
-        bench.run_with_fault([replace(victim, abort=age), replace(victim, arrive=age + 1)])
+        aborted = replace(victim, abort=age, abort_mid_step=mid_step)
+        bench.run_with_fault([aborted, replace(victim, arrive=age + 1)])
         bench.heal()
     bench.afterwards([victim])
 
