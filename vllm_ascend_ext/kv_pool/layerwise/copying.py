@@ -53,6 +53,9 @@ class LimitedCopier:
             copied = self._client.copy(*ranges.flat(start, stop), direction, fence)
             if copied.status is Status.OK:
                 continue
+            if fence.revoked:  # whatever the engine calls that
+                result.statuses[start:stop] = Status.CANCELLED
+                continue
             if copied.status in _ABOUT_AN_ADDRESS and stop - start > 1:
                 result.refused += 1
                 middle = (start + stop) // 2

@@ -88,3 +88,18 @@ def test_nothing_is_copied_once_the_blocks_are_not_ours_any_more():
     result = copy(engine, 4, fence=fence)
     assert engine.calls == []
     assert result.statuses.tolist() == [Status.CANCELLED] * 4
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.REFUSED, Status.UNAVAILABLE])
+def test_a_copy_that_is_given_up_in_the_middle_is_cancelled_whatever_the_engine_calls_it(status):
+    """Otherwise a load that its request's abort had ended would be told of as a failure of the store, now and then."""
+    fence = Fence()
+
+    class GivenUp(Engine):
+        def copy(self, *args):
+            fence.revoke(Deadline.after(1))
+            return super().copy(*args)
+
+    engine = GivenUp(bad={3}, status=status)
+    assert copy(engine, 4, fence=fence).statuses.tolist() == [Status.CANCELLED] * 4
+    assert len(engine.calls) == 1, "it is not taken apart"
