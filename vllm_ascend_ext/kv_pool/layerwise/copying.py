@@ -47,13 +47,10 @@ class LimitedCopier:
         todo = [(start, min(start + step, count)) for start in range(0, count, step)][::-1]
         while todo:
             start, stop = todo.pop()
-            if fence.revoked:
-                result.statuses[start:stop] = Status.CANCELLED
+            copied = None if fence.revoked else self._client.copy(*ranges.flat(start, stop), direction, fence)
+            if copied is not None and copied.status is Status.OK:
                 continue
-            copied = self._client.copy(*ranges.flat(start, stop), direction, fence)
-            if copied.status is Status.OK:
-                continue
-            if fence.revoked:  # whatever the engine calls that
+            if copied is None or fence.revoked:  # given up in its middle, whatever the engine calls that
                 result.statuses[start:stop] = Status.CANCELLED
                 continue
             if copied.status in _ABOUT_AN_ADDRESS and stop - start > 1:
