@@ -1,9 +1,10 @@
 """Says whether what a group of processes holds stays flat over a soak; must never know what they do.
 
 The law. Samples are taken when nothing is under way. The first quarter is warm-up, the rest is parted in three. In each
-process, the fewest descriptors (and threads) of the last third are at most the fewest of the first: what comes and goes
-only adds, and a leak adds to all. The median of the last third's resident memory is at most that of the middle third
-plus some slack: allocators never quite settle, and a leak doesn't end.
+process, the fewest descriptors (and threads) of the last third are at most the most of the first: a thread that comes
+when it is wanted and goes when it is stuck is none too many, and a leak adds to all. The median of the last third's
+resident memory is at most that of the middle third plus some slack: allocators never quite settle, and a leak doesn't
+end.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ def not_flat(samples: Sequence[Sample], slack: int = SLACK_BYTES) -> list[str]:
             return [getattr(one[pid], what) for one in part]
 
         for what in ("descriptors", "threads"):
-            before, after = min(series(first, what)), min(series(last, what))
+            before, after = max(series(first, what)), min(series(last, what))
             if after > before:
-                found.append(f"{name}: {what} rose from {before} to {after}")
+                found.append(f"{name}: {what} rose from at most {before} to at least {after}")
         usual, late = median(series(middle, "resident")), median(series(last, "resident"))
         if late > usual + slack:
             found.append(f"{name}: resident memory rose from {_mib(usual)} to {_mib(late)}")

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from .client import Launcher
+from .client import Launcher, Request
 from .flat import Holding, Sample, not_flat
 from .lab import Lab
-from .soak import MODES, POOL_BYTES, SHORT, Answer, Request, Settings, soak
+from .soak import MODES, POOL_BYTES, SHORT, Settings, soak
+from .traffic import Answer
 
 SECONDS = 50.0
 
