@@ -250,6 +250,7 @@ def test_a_message_whose_signal_was_eaten_by_an_answer_is_found_and_nobody_spins
     """libzmq's descriptor tells of a message once, and sending may take that signal from the thread that waits."""
     gate, inside = threading.Event(), threading.Event()
     waiting: list[int] = []
+    handling: list[int] = []
 
     def wait_without_the_signal(self: server_module._Socket, seconds: float) -> None:
         waiting.append(threading.get_ident())
@@ -257,7 +258,7 @@ def test_a_message_whose_signal_was_eaten_by_an_answer_is_found_and_nobody_spins
 
     def handler(request: LookupRequest) -> int:
         if request.token_len == 1:
-            waiting.clear()
+            handling.append(threading.get_ident())
             inside.set()
             gate.wait(PATIENCE)
         return request.token_len
@@ -275,11 +276,12 @@ def test_a_message_whose_signal_was_eaten_by_an_answer_is_found_and_nobody_spins
 
     monkeypatch.setattr(server_module._Socket, "wait", wait_without_the_signal)
     with serving(path, handler) as server, Peer(path) as first, Peer(path) as second:
+        until(lambda: waiting)
         first.ask(request(1))
         until(arrived)
         server._wake.set()
         assert inside.wait(PATIENCE)
-        until(lambda: waiting)  # the next thread leads
+        until(lambda: waiting[-1] not in handling)  # the next thread leads
         second.ask(request(2))
         until(arrived)
         gate.set()
