@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vllm_ascend_ext.kv_pool.backend.local import LocalBackend
 from vllm_ascend_ext.kv_pool.fence import open_fence
@@ -42,8 +43,8 @@ class Blocks:
     """One layout of the blocks in a cache, and a copy of it for numpy to write into."""
 
     def __init__(self, order: npt.NDArray[np.int64], whole: bool) -> None:
-        cache = np.random.default_rng(1).integers(0, 256, (int(order.max()) + 1, BLOCK_BYTES), np.uint8)
-        copy = np.zeros((len(order), BLOCK_BYTES), np.uint8)
+        cache = torch.randint(0, 256, (int(order.max()) + 1, BLOCK_BYTES), dtype=torch.uint8).numpy()
+        copy = torch.zeros((len(order), BLOCK_BYTES), dtype=torch.uint8).numpy()
         self.pairs = [(cache, copy)] if whole else [(cache[block], copy[n]) for n, block in enumerate(order)]
         self.addrs = (cache.ctypes.data + order * BLOCK_BYTES)[:, None]
         self.sizes = np.full_like(self.addrs, BLOCK_BYTES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import time
 
@@ -37,15 +38,20 @@ _fcntl = ctypes.PyDLL(None, use_errno=True).fcntl
 _fcntl.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Flock))
 
 
-def _call(fd: int, command: int, kind: int, byte: int, length: int = 1) -> tuple[int, _Flock]:
-    """(errno or 0, the structure as the kernel left it)."""
-    record = _Flock(kind, os.SEEK_SET, byte, length, 0)
-    return (ctypes.get_errno() if _fcntl(fd, command, record) else 0), record
+@functools.lru_cache(maxsize=256)
+def _request(kind: int, byte: int) -> _Flock:
+    """What F_SETLK, which doesn't write into it, is asked for."""
+    return _Flock(kind, os.SEEK_SET, byte, 1, 0)
+
+
+def _call(fd: int, command: int, record: _Flock) -> int:
+    """errno or 0."""
+    return ctypes.get_errno() if _fcntl(fd, command, record) else 0
 
 
 def try_lock(fd: int, byte: int) -> bool:
     """Lock one byte for this process if no other process has it; OSError for anything but that."""
-    number, _ = _call(fd, fcntl.F_SETLK, fcntl.F_WRLCK, byte)
+    number = _call(fd, fcntl.F_SETLK, _request(fcntl.F_WRLCK, byte))
     if number not in (0, errno.EAGAIN, errno.EACCES, errno.EINTR):
         raise OSError(number, os.strerror(number))
     return number == 0
@@ -64,14 +70,15 @@ def lock(fd: int, byte: int, deadline: Deadline, what: str) -> None:
 
 
 def unlock(fd: int, byte: int) -> None:
-    number, _ = _call(fd, fcntl.F_SETLK, fcntl.F_UNLCK, byte)
+    number = _call(fd, fcntl.F_SETLK, _request(fcntl.F_UNLCK, byte))
     if number:
         raise OSError(number, os.strerror(number))
 
 
 def locked_elsewhere(fd: int, byte: int, length: int = 1) -> bool:
     """Whether another process holds one of ``length`` bytes."""
-    number, record = _call(fd, fcntl.F_GETLK, fcntl.F_WRLCK, byte, length)
+    record = _Flock(fcntl.F_WRLCK, os.SEEK_SET, byte, length, 0)
+    number = _call(fd, fcntl.F_GETLK, record)
     if number:
         raise OSError(number, os.strerror(number))
     return bool(record.l_type != fcntl.F_UNLCK)

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_ascend_ext.kv_pool.backend.copier import CHUNK_BYTES, HostCopier, copy_fenced
 from vllm_ascend_ext.kv_pool.fence import Fence, open_fence
@@ -37,6 +39,32 @@ def ranges(source, target, pieces):
     """(host, blocks, sizes) for copying pieces (from, to, length) between two arrays."""
     source_at, target_at, sizes = (np.array(column, np.int64) for column in zip(*pieces, strict=True))
     return target.ctypes.data + target_at, source.ctypes.data + source_at, sizes
+
+
+LONG = HostCopier.RELEASE_BYTES
+ROOM = CHUNK_BYTES + 2 * LONG
+NOISE = np.random.default_rng(0).integers(1, 256, ROOM, np.uint8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    saving=st.booleans(),
+    begin=st.integers(0, 24),
+    to=st.integers(0, 24),
+    length=st.one_of(
+        st.integers(1, 64),
+        st.integers(LONG - 9, LONG + 17),
+        st.sampled_from([2 * LONG, CHUNK_BYTES, CHUNK_BYTES + 1, CHUNK_BYTES + LONG]),
+    ),
+)
+def test_any_alignment_and_any_length(saving, begin, to, length):
+    expected, target = np.zeros(ROOM, np.uint8), np.zeros(ROOM, np.uint8)
+    host, blocks, sizes = ranges(NOISE, target, [(begin, to, length)])
+    if not saving:
+        host, blocks = blocks, host
+    assert copy_fenced(HostCopier(), saving, host, blocks, sizes, open_fence()) == length
+    expected[to : to + length] = NOISE[begin : begin + length]
+    assert np.array_equal(target, expected)
 
 
 @pytest.mark.parametrize("saving", [True, False])
