@@ -4,6 +4,7 @@ Knows nothing of what it is used on. Start with `docs/faultinject.md`.
 """
 
 from faultinject.case import Run
+from faultinject.control import Control
 from faultinject.errors import (
     ActionMismatch,
     BadToken,
@@ -59,6 +60,7 @@ __all__ = [
     "BadToken",
     "BaselineNotClean",
     "Block",
+    "Control",
     "Delay",
     "Do",
     "Drop",

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from faultinject.judge import BROKEN, OUTCOMES, WORST_FIRST
+from faultinject.matrix import words
 
 _STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #1c2330; --soft: #f2f4f8; --line: #c9d0dc; --mute: #6b7587;
@@ -61,7 +62,7 @@ at {len(matrix["sites"])} sites, {matrix["runs"]} runs, {matrix["seconds"]:.1f} 
 <p class="mute">A cell counts the injections of an action at a site: green ended contained, blue surfaced, red broken.
 Hover for more.</p>
 <div class="wide">{_table(matrix["sites"])}</div>
-{_broken(matrix["broken"])}{_notes(matrix)}
+{_controls(matrix["controls"])}{_broken(matrix["broken"])}{_notes(matrix)}
 </body></html>
 """
 
@@ -108,6 +109,27 @@ def _cell(cell: dict[str, int] | None) -> str:
     share = round(100 * cell["contained"] / total)
     colour = f"linear-gradient(90deg,var(--good) {share}%,var(--fine) {share}%)"
     return f'<td class="c" style="background:{colour}" title="{tip}">{total}</td>'
+
+
+def _controls(controls: list[dict[str, Any]]) -> str:
+    if not controls:
+        return ""
+    body = "".join(
+        f"<tr><th>{escape(control['name'])}</th><td>{escape(', '.join(control['sites']))}</td>"
+        f"{_outcomes(control['before'])}{_outcomes(control['after'])}</tr>"
+        for control in controls
+    )
+    return f"""<h2>With a fault put back</h2>
+<p class="mute">Each line breaks the code on purpose: what came of the same injections before, and with that fault.</p>
+<div class="wide"><table><thead><tr><th>fault</th><th>tried at</th><th>as it is</th><th>with the fault</th></tr></thead>
+<tbody>{body}</tbody></table></div>
+"""
+
+
+def _outcomes(counts: dict[str, int]) -> str:
+    kind = "bad" if set(counts) & set(BROKEN) else "c"
+    colour = "" if kind == "bad" else f' style="background:var(--{"good" if "contained" in counts else "fine"})"'
+    return f'<td class="{kind}"{colour}>{words(counts)}</td>'
 
 
 def _broken(broken: list[dict[str, Any]]) -> str:

@@ -63,6 +63,7 @@ class Matrix:
     no_effect: list[str] = field(default_factory=list)
     incomplete: list[str] = field(default_factory=list)
     balances: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    controls: list[dict[str, Any]] = field(default_factory=list)
     runs: int = 0
     busy_seconds: float = 0.0
 
@@ -160,6 +161,7 @@ class Matrix:
                 {"name": name, "runs": runs, "taken": taken, "given_back": given_back}
                 for name, (runs, taken, given_back) in sorted(self.balances.items())
             ],
+            "controls": sorted(self.controls, key=lambda control: str(control["name"])),
             "seconds": round(seconds, 3),
             "runs": self.runs,
             "busy_seconds": round(self.busy_seconds, 3),
@@ -199,6 +201,21 @@ def table(matrix: Matrix, *, by_action: bool) -> list[str]:
             total["ordinals"] = max(cell["ordinals"] for cell in row["cells"].values())
             lines.append([row["site"], *_numbers(total)])
     return _aligned(lines, texts=len(columns))
+
+
+def controls_table(matrix: Matrix) -> list[str]:
+    """The positive controls as lines of text: what came of each scenario, and what with the fault put back."""
+    rows = sorted(matrix.controls, key=lambda control: str(control["name"]))
+    if not rows:
+        return []
+    lines = [["a fault put back", "tried at", "as it is", "with the fault"]]
+    lines += [[row["name"], ", ".join(row["sites"]), words(row["before"]), words(row["after"])] for row in rows]
+    return _aligned(lines, texts=4)
+
+
+def words(counts: dict[str, int]) -> str:
+    """Outcomes with their numbers, the worst first."""
+    return ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in WORST_FIRST if counts.get(name))
 
 
 def _numbers(cell: dict[str, int]) -> list[str]:

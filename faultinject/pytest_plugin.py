@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from faultinject import matrix as matrix_module
+from faultinject.control import Control
 from faultinject.errors import BadToken, FaultInjectError
 from faultinject.explore import Exploration, explore, replay
 from faultinject.fault import slug
@@ -22,6 +23,7 @@ from faultinject.plan import Token
 from faultinject.scenario import Scenario
 
 _FOUND = pytest.StashKey[dict[str, Any]]()
+_CONTROL = pytest.StashKey[Control]()
 _DEFAULT_MATRIX = "build/fault-matrix.json"
 _SHOWN = 30  # broken injections in the terminal summary
 _CAPTURED = 60  # lines of captured output with a failed item
@@ -64,6 +66,14 @@ class BrokenInjections(Exception):
 def run(request: pytest.FixtureRequest) -> Any:
     """The context of a scenario, for functions decorated with `@faultinject.scenario`."""
     raise pytest.UsageError(f"{request.node.nodeid}: the `run` fixture is for @faultinject.scenario functions only")
+
+
+@pytest.fixture
+def fault_control(request: pytest.FixtureRequest) -> Control:
+    """A positive control, named after the test: `as_is` and `broken` explore a scenario, and the matrix shows both."""
+    name = request.node.name.removeprefix("test_").replace("_", " ")
+    control: Control = request.node.stash.setdefault(_CONTROL, Control(name))
+    return control
 
 
 def declared(item: object) -> Scenario | None:
@@ -146,6 +156,8 @@ class _Plugin:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        if call.when == "call" and _CONTROL in item.stash:
+            report.__dict__["faultinject_control"] = item.stash[_CONTROL].as_json()
         if call.when != "call" or declared(item) is None:
             return report
         if _FOUND in item.stash:
@@ -162,6 +174,9 @@ class _Plugin:
         summary = getattr(report, "faultinject", None)
         if summary is not None and not self.is_worker:
             self.matrix.add(summary)
+        control = getattr(report, "faultinject_control", None)
+        if control is not None and report.passed and not self.is_worker:
+            self.matrix.controls.append(control)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -189,12 +204,15 @@ class _Plugin:
             self.written.with_suffix(".html").write_text(page(content), encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.matrix.hits:
+        if not self.matrix.hits and not self.matrix.controls:
             return
         terminalreporter.section("fault matrix")
-        for line in matrix_module.table(self.matrix, by_action=self.config.get_verbosity() > 0):
-            terminalreporter.line(line)
-        for line in _footer(self.matrix, bool(self.config.getoption("--fault-fail-unreached"))):
+        lines = matrix_module.controls_table(self.matrix)
+        if self.matrix.hits:
+            by_action = self.config.get_verbosity() > 0
+            lines = [*matrix_module.table(self.matrix, by_action=by_action), *lines]
+            lines += _footer(self.matrix, bool(self.config.getoption("--fault-fail-unreached")))
+        for line in lines:
             terminalreporter.line(line)
         if self.written is not None:
             terminalreporter.line(f"written to {self.written} and {self.written.with_suffix('.html').name}")

@@ -220,6 +220,47 @@ def test_replay_of_an_unknown_action_or_hit_fails(pytester: pytest.Pytester) -> 
     result.stdout.fnmatch_lines(["NotFired: *never fired. Hits seen: store.put:main:1, store.put:main:2"])
 
 
+CONTROL = (
+    GOOD
+    + """
+def put_quietly(run, store, key="a"):
+    try:
+        return store.put(key, 1)
+    except OSError:
+        pass
+
+def once(run):
+    put(run, run.wrap(Store(), "store"))
+
+def test_an_error_that_nobody_logs_is_swallowed(fault_control, monkeypatch):
+    save = fi.scenario(name="once", sites=[fi.Site("store.put", (fi.Raise(OSError),))])(once)
+    assert fault_control.as_is(save) == {"contained"}
+    monkeypatch.setitem(globals(), "put", put_quietly)
+    assert fault_control.broken(save) == {"swallowed"}
+
+def test_nothing_shown(fault_control):
+    nothing = fi.scenario(name="nothing", sites=[fi.Site("store.undo", (fi.Drop(),))])(once)
+    with pytest.raises(ValueError, match="nothing shown: scenario 'nothing' injected nothing"):
+        fault_control.as_is(nothing)
+"""
+)
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "xdist"])
+def test_a_positive_control_stands_in_the_matrix(pytester: pytest.Pytester, workers: list[str]) -> None:
+    pytester.makepyfile(test_it=CONTROL)
+    result = pytester.runpytest_subprocess(*workers)
+    result.assert_outcomes(passed=5)
+    name = "an error that nobody logs is swallowed"
+    matrix = matrix_of(pytester)
+    assert [control for control in matrix["controls"] if control["after"]] == [
+        {"name": name, "sites": ["store.put"], "before": {"contained": 2}, "after": {"swallowed": 2}}
+    ]
+    assert matrix["outcomes"]["swallowed"] == 0, "what is broken on purpose is not counted against the code"
+    result.stdout.fnmatch_lines(["a fault put back *", f"{name} *store.put *2 contained *2 swallowed"])
+    assert f"<th>{name}</th>" in (pytester.path / "build" / "fault-matrix.html").read_text()
+
+
 def test_processes_of_xdist_make_one_matrix(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=GOOD)
     pytester.runpytest_subprocess("--fault-matrix=one.json").assert_outcomes(passed=3)

@@ -39,12 +39,9 @@ pytestmark = pytest.mark.fault
 PROMPT = range(14)
 
 
-def outcomes(body: Callable[[fi.Run], Any], site: Site, deadline: float = 6.0) -> set[str]:
-    """Explore one site of a scenario and return the outcomes of all its injections."""
-    declared = fi.scenario(name="broken", sites=[site], roles=ROLES, deadline=deadline, expects=(), max_faults=1)(body)
-    found = fi.explore(declared)
-    assert found.injections, "nothing was injected, so nothing was shown"
-    return {injection.verdict.outcome for injection in found.injections}
+def tried(body: Callable[[fi.Run], Any], site: Site, deadline: float = 6.0) -> Callable[..., Any]:
+    """A scenario with one site, explored once as the pool is and once with the old fault in it."""
+    return fi.scenario(name="broken", sites=[site], roles=ROLES, deadline=deadline, expects=(), max_faults=1)(body)
 
 
 def save(folder: Path) -> Callable[[fi.Run], Any]:
@@ -86,16 +83,20 @@ class OldTicket(Ticket):
         self.result = thread.wait  # type: ignore[method-assign]
 
 
-def test_thread_that_dies_silently_is_a_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_thread_that_dies_silently_is_a_hang(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     site = Site("sending.handle", (Raise(OSError),))
-    assert outcomes(save(tmp_path), site) == {"contained"}
+    assert fault_control.as_is(tried(save(tmp_path), site)) == {"contained"}
     monkeypatch.setattr(
         KVCacheStoreSendingThread, "submit", lambda self, job, deadline: OldTicket(job, SilentThread(self, job))
     )
-    assert outcomes(save(tmp_path), site, deadline=3.0) == {"hang"}
+    assert fault_control.broken(tried(save(tmp_path), site, deadline=3.0)) == {"hang"}
 
 
-def test_late_answer_taken_for_a_later_question_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_late_answer_taken_for_a_later_question_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A REQ socket that is used again after a time-out."""
     import zmq
 
@@ -125,12 +126,12 @@ def test_late_answer_taken_for_a_later_question_is_wrong_data(monkeypatch: pytes
         return [first, second]
 
     site = Site("handler.hit", (Block(after=True),), max_ordinals=1)
-    assert outcomes(body, site) <= {"contained"}
+    assert fault_control.as_is(tried(body, site)) <= {"contained"}
     monkeypatch.setattr(LookupKeyClient, "_ask", ask)
     monkeypatch.setattr(LookupKeyClient, "_begin_backoff", lambda *args: None)
     drop = LookupKeyClient._drop_channel
     monkeypatch.setattr(LookupKeyClient, "_drop_channel", lambda self: drop(self) if self._closed else None)
-    assert "wrong_data" in outcomes(body, site)
+    assert "wrong_data" in fault_control.broken(tried(body, site))
 
 
 class _Answers:
@@ -151,7 +152,9 @@ class _Answers:
             self._condition.wait_for(lambda: self.given >= count, timeout=10)
 
 
-def test_zip_over_a_short_answer_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_zip_over_a_short_answer_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Only the failures that the answer names are looked at; what it leaves out counts as loaded."""
 
     def get(self: StoreClient, keys: Any, addrs: Any, sizes: Any, fence: Any) -> Answer:
@@ -165,12 +168,14 @@ def test_zip_over_a_short_answer_is_wrong_data(monkeypatch: pytest.MonkeyPatch, 
 
     site = Site("store.get", (Do(nothing, "empty-and-nothing-copied"),))
     options = {"checksum": False}
-    assert outcomes(load(tmp_path, **options), site) == {"surfaced"}
+    assert fault_control.as_is(tried(load(tmp_path, **options), site)) == {"surfaced"}
     monkeypatch.setattr(StoreClient, "get", get)
-    assert outcomes(load(tmp_path, **options), site) == {"wrong_data"}
+    assert fault_control.broken(tried(load(tmp_path, **options), site)) == {"wrong_data"}
 
 
-def test_failed_put_announced_as_stored_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_put_announced_as_stored_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def put(self: StoreClient, keys: Any, addrs: Any, sizes: Any, fence: Any) -> Answer:
         self.backend.put(keys, addrs, sizes, fence)
         return Answer([Status.OK] * len(keys))
@@ -179,28 +184,30 @@ def test_failed_put_announced_as_stored_is_wrong_data(monkeypatch: pytest.Monkey
         return [int(Status.FULL)] * len(keys)
 
     site = Site("store.put", (Do(refuse, "refuse"),))
-    assert outcomes(save(tmp_path), site) == {"contained"}
+    assert fault_control.as_is(tried(save(tmp_path), site)) == {"contained"}
     monkeypatch.setattr(StoreClient, "put", put)
-    assert outcomes(save(tmp_path), site) == {"wrong_data"}
+    assert fault_control.broken(tried(save(tmp_path), site)) == {"wrong_data"}
 
 
-def test_hit_offered_again_after_its_load_failed_is_a_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hit_offered_again_after_its_load_failed_is_a_hang(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     site = Site("store.get", (Raise(OSError),), max_ordinals=1)
-    assert outcomes(load(tmp_path, load_async=True), site) == {"surfaced"}
+    assert fault_control.as_is(tried(load(tmp_path, load_async=True), site)) == {"surfaced"}
     monkeypatch.setattr(KVPoolScheduler, "_load_failed", lambda self, job_id: None)
-    assert "hang" in outcomes(load(tmp_path, load_async=True), site)
+    assert "hang" in fault_control.broken(tried(load(tmp_path, load_async=True), site))
 
 
-def test_unbounded_wait_is_a_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unbounded_wait_is_a_hang(fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def wait_for(self: Deadline, condition: threading.Condition, predicate: Callable[[], bool]) -> bool:
         while not predicate():
             condition.wait()
         return True
 
     site = Site("store.put", (Block(),))
-    assert outcomes(save(tmp_path), site) == {"contained"}
+    assert fault_control.as_is(tried(save(tmp_path), site)) == {"contained"}
     monkeypatch.setattr(Deadline, "wait_for", wait_for)
-    assert outcomes(save(tmp_path), site, deadline=3.0) == {"hang"}
+    assert fault_control.broken(tried(save(tmp_path), site, deadline=3.0)) == {"hang"}
 
 
 class Reports:
@@ -213,7 +220,9 @@ class Reports:
         self._scheduler.update_connector_output(report)
 
 
-def test_counts_by_bare_request_id_are_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_counts_by_bare_request_id_are_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A report of the life before a preemption comes late, and is counted for the new life."""
     setup = replace(make_setup(tmp_path), enable_kv_events=False)
 
@@ -240,9 +249,9 @@ def test_counts_by_bare_request_id_are_wrong_data(monkeypatch: pytest.MonkeyPatc
         assert kept == under_way, "a save is under way, and its blocks would be handed on"
 
     site = Site("reports.deliver", (Do(lambda call, report: "late", "late"),))
-    assert outcomes(body, site) == {"contained"}
+    assert fault_control.as_is(tried(body, site)) == {"contained"}
     monkeypatch.setattr(KVPoolScheduler, "_save_reported", _count_by_request)
-    assert outcomes(body, site) == {"wrong_data"}
+    assert fault_control.broken(tried(body, site)) == {"wrong_data"}
 
 
 def _count_by_request(self: KVPoolScheduler, job_id: int, saved_until: int, ranks: int) -> None:

@@ -37,12 +37,9 @@ PROMPT = range(14)
 Body = Callable[[fi.Run], Any]
 
 
-def outcomes(body: Body, site: Site, deadline: float = 20.0) -> set[str]:
-    """Explore one site of a scenario and return the outcomes of all its injections."""
-    declared = fi.scenario(name="broken", sites=[site], roles=ROLES, deadline=deadline, expects=(), max_faults=1)(body)
-    found = fi.explore(declared)
-    assert found.injections, "nothing was injected, so nothing was shown"
-    return {injection.verdict.outcome for injection in found.injections}
+def tried(body: Body, site: Site, deadline: float = 20.0) -> Callable[..., Any]:
+    """A scenario with one site, explored once as the pool is and once with the old fault in it."""
+    return fi.scenario(name="broken", sites=[site], roles=ROLES, deadline=deadline, expects=(), max_faults=1)(body)
 
 
 def save(folder: Path, kind: Kind = "lax", **options: Any) -> Body:
@@ -60,24 +57,30 @@ def load(folder: Path, kind: Kind = "lax", prompt: Any = PROMPT, **options: Any)
     return body
 
 
-def test_lease_kept_on_an_error_is_a_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lease_kept_on_an_error_is_a_leak(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     site = Site("layers.prepare-load", (Raise(RuntimeError, after=True),))
-    assert outcomes(load(tmp_path), site) == {"surfaced"}
+    assert fault_control.as_is(tried(load(tmp_path), site)) == {"surfaced"}
     give_back = gva.Leases.__exit__
     monkeypatch.setattr(
         gva.Leases, "__exit__", lambda self, kind, error, at: None if kind else give_back(self, kind, error, at)
     )
-    assert outcomes(load(tmp_path), site) == {"leak"}
+    assert fault_control.broken(tried(load(tmp_path), site)) == {"leak"}
 
 
-def test_write_left_open_on_an_error_is_a_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_write_left_open_on_an_error_is_a_leak(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     site = Site("layers.alloc-for-save", (Raise(RuntimeError, after=True),))
-    assert outcomes(save(tmp_path, "strict"), site) == {"contained"}
+    assert fault_control.as_is(tried(save(tmp_path, "strict"), site)) == {"contained"}
     monkeypatch.setattr(gva.OpenWrites, "__exit__", lambda *args: None)
-    assert outcomes(save(tmp_path, "strict"), site) == {"leak"}
+    assert fault_control.broken(tried(save(tmp_path, "strict"), site)) == {"leak"}
 
 
-def test_event_that_survives_a_step_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_event_that_survives_a_step_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What the aborted step had computed is taken for computed in the next one, and saved before it is."""
 
     def body(run: fi.Run) -> Any:
@@ -102,7 +105,7 @@ def test_event_that_survives_a_step_is_wrong_data(monkeypatch: pytest.MonkeyPatc
 
         return LayerStory(run, tmp_path, "lax").play(act)
 
-    assert outcomes(body, FORWARD) == {"surfaced"}
+    assert fault_control.as_is(tried(body, FORWARD)) == {"surfaced"}
     survivors: dict[int, LayerStep] = {}
     close, make = LayerStep.close, LayerStep.__init__
 
@@ -119,13 +122,15 @@ def test_event_that_survives_a_step_is_wrong_data(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(LayerStep, "close", survive)
     monkeypatch.setattr(LayerStep, "__init__", inherit)
-    assert "wrong_data" in outcomes(body, FORWARD)
+    assert "wrong_data" in fault_control.broken(tried(body, FORWARD))
 
 
-def test_gate_that_nobody_can_fail_is_a_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gate_that_nobody_can_fail_is_a_hang(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A gate that is waited for again and again, as long as it does not open."""
     site = Site("gate.record", (fi.Drop(),))
-    assert outcomes(load(tmp_path), site) == {"surfaced"}
+    assert fault_control.as_is(tried(load(tmp_path), site)) == {"surfaced"}
     monkeypatch.setattr(threads.LayerThread, "_layer_deadline", lambda self: Deadline.after(3600.0))
     monkeypatch.setattr(LayerLoad, "end", lambda self, cause=None: super(LayerLoad, self).end(cause))
     monkeypatch.setattr(
@@ -133,7 +138,7 @@ def test_gate_that_nobody_can_fail_is_a_hang(monkeypatch: pytest.MonkeyPatch, tm
         "_wait",
         lambda self, step, transfer, wait: wait() if transfer is not step.load else _insist(wait),
     )
-    assert outcomes(load(tmp_path), site, deadline=3.0) == {"hang"}
+    assert fault_control.broken(tried(load(tmp_path), site, deadline=3.0)) == {"hang"}
 
 
 def _insist(wait: Callable[[], object]) -> object:
@@ -146,10 +151,12 @@ def _insist(wait: Callable[[], object]) -> object:
             continue
 
 
-def test_address_remembered_before_its_bytes_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_address_remembered_before_its_bytes_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A memo of allocations outlives the write that failed: the engine publishes what nobody wrote."""
     site = Site("store.batch_copy", (Raise(OSError),), max_ordinals=1, persistent=False)
-    assert outcomes(save(tmp_path), site) == {"contained"}
+    assert fault_control.as_is(tried(save(tmp_path), site)) == {"contained"}
     alloc = GvaClient.alloc
 
     def remember(self: GvaClient, keys: Sequence[str], size: int) -> Opened:
@@ -161,13 +168,15 @@ def test_address_remembered_before_its_bytes_is_wrong_data(monkeypatch: pytest.M
         return Opened([Status.OK if gva else Status.FULL for gva in gvas.tolist()], None, [False] * len(keys), gvas)
 
     monkeypatch.setattr(GvaClient, "alloc", remember)
-    assert "wrong_data" in outcomes(save(tmp_path), site)
+    assert "wrong_data" in fault_control.broken(tried(save(tmp_path), site))
 
 
-def test_failed_allocation_taken_for_an_address_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_allocation_taken_for_an_address_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A14: what was not allocated is copied nowhere, and yet counts as saved."""
     site = Site("store.batch_alloc", (Do(lambda call, keys, sizes: [0] * len(keys), "zero"),), max_ordinals=1)
-    assert outcomes(save(tmp_path), site) == {"contained"}
+    assert fault_control.as_is(tried(save(tmp_path), site)) == {"contained"}
     open_part = gva.OpenWrites._open_part
 
     def careless(self: Any, transfer: Any, rows: BlockRows, span: slice, size: int, opened: list[str]) -> bool:
@@ -177,13 +186,15 @@ def test_failed_allocation_taken_for_an_address_is_wrong_data(monkeypatch: pytes
         return done
 
     monkeypatch.setattr(gva.OpenWrites, "_open_part", careless)
-    assert "wrong_data" in outcomes(save(tmp_path), site)
+    assert "wrong_data" in fault_control.broken(tried(save(tmp_path), site))
 
 
-def test_zip_over_short_key_infos_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_zip_over_short_key_infos_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Blocks behind the end of a short answer are skipped, and taken for loaded."""
     site = Site("store.batch_get_key_info", (Truncate(),))
-    assert outcomes(load(tmp_path), site) == {"surfaced"}
+    assert fault_control.as_is(tried(load(tmp_path), site)) == {"surfaced"}
 
     def zipped(load: LayerLoad, leases: gva.Leases, client: GvaClient, sizes: Sequence[int], *, confirm: bool) -> None:
         for job in range(len(load.jobs)):
@@ -195,14 +206,16 @@ def test_zip_over_short_key_infos_is_wrong_data(monkeypatch: pytest.MonkeyPatch,
                     rows.gvas[row], rows.idle[row] = info.gva_list()[0], False
 
     monkeypatch.setattr(threads, "prepare_load", zipped)
-    assert outcomes(load(tmp_path), site) == {"wrong_data"}
+    assert fault_control.broken(tried(load(tmp_path), site)) == {"wrong_data"}
 
 
-def test_group_failure_that_is_only_logged_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_group_failure_that_is_only_logged_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     groups = (CacheGroup(4), CacheGroup(8))
     site = Site("store.batch_get_key_info", (Truncate(),))
     body = load(tmp_path, prompt=range(22), groups=groups)
-    assert outcomes(body, site) == {"surfaced"}
+    assert fault_control.as_is(tried(body, site)) == {"surfaced"}
     get_finished = KVPoolWorker.get_finished
 
     def only_logged(self: KVPoolWorker, *args: Any) -> Any:
@@ -211,37 +224,46 @@ def test_group_failure_that_is_only_logged_is_wrong_data(monkeypatch: pytest.Mon
         return transfers
 
     monkeypatch.setattr(KVPoolWorker, "get_finished", only_logged)
-    assert outcomes(body, site) == {"wrong_data"}
+    assert fault_control.broken(tried(body, site)) == {"wrong_data"}
 
 
-def test_load_that_ignores_its_statuses_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_load_that_ignores_its_statuses_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The key path of old: what ``get`` answers for a layer is not looked at."""
     site = Site("store.get", (Return([-1, -1, -1], label="refused"),))
-    assert outcomes(load(tmp_path, "key"), site) == {"surfaced"}
+    assert fault_control.as_is(tried(load(tmp_path, "key"), site)) == {"surfaced"}
     get = threads.StoreClient.get
 
     def trusting(self: Any, *args: Any) -> Answer:
         return Answer([Status.OK] * len(get(self, *args).statuses))
 
     monkeypatch.setattr(threads.StoreClient, "get", trusting)
-    assert outcomes(load(tmp_path, "key"), site) == {"wrong_data"}
+    assert fault_control.broken(tried(load(tmp_path, "key"), site)) == {"wrong_data"}
 
 
-def test_save_after_a_failed_load_is_wrong_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_save_after_a_failed_load_is_wrong_data(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A50: what was computed on blocks that did not arrive is published."""
     site = Site("store.batch_copy", (Return(-1, label="refused", roles=("recv",)),))
     body = load(tmp_path, prompt=range(30))
-    assert outcomes(body, site) == {"surfaced", "contained"}  # a batch that is refused once is taken apart
+    assert fault_control.as_is(tried(body, site)) == {
+        "surfaced",
+        "contained",
+    }  # a batch that is refused once is taken apart
     monkeypatch.setattr(LayerwisePath, "_distrust", lambda self, step, load: None)
-    assert "wrong_data" in outcomes(body, site)
+    assert "wrong_data" in fault_control.broken(tried(body, site))
 
 
-def test_dead_thread_that_nobody_hears_of_is_a_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dead_thread_that_nobody_hears_of_is_a_hang(
+    fault_control: fi.Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     site = Site("layers.recv", (fi.Kill(),))
-    assert outcomes(load(tmp_path), site) == {"surfaced"}
+    assert fault_control.as_is(tried(load(tmp_path), site)) == {"surfaced"}
     monkeypatch.setattr(
         threads.LayerThread, "_carry_out", lambda self, transfer, fence: self._handle_layers(transfer, fence)
     )
     monkeypatch.setattr(LayerwisePath, "_recving_ended", lambda self, cause: None)
     monkeypatch.setattr(LayerwisePath, "_wait", lambda self, step, transfer, wait: _insist(wait))
-    assert outcomes(load(tmp_path), site, deadline=3.0) == {"hang"}
+    assert fault_control.broken(tried(load(tmp_path), site, deadline=3.0)) == {"hang"}
