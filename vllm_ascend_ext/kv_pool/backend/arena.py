@@ -45,6 +45,7 @@ _POOL_BYTE, _MAKER_BYTE, _CLIENT_BYTE = 0, 1, 64
 _TOUCH_STEP = 256 << 20
 _DESTROY_TIMEOUT = 5.0
 _REOPEN_PAUSE = 0.01
+_REMOVE_TIMEOUT = 1.0
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -81,6 +82,7 @@ class Segment:
         self._lock_fd = lock_fd
         self._meta_fd = meta_fd
         self._mutex = threading.Lock()
+        self._entrance = threading.Lock()
         self._users = 1
         self._claimed: set[int] = set()
         self._meta = mmap.mmap(meta_fd, _HEADER_BYTES + spec.table_bytes)
@@ -111,6 +113,24 @@ class Segment:
         finally:
             self._mutex.release()
 
+    @contextmanager
+    def kept(self, timeout: float) -> Iterator[bool]:
+        """Nobody makes or removes the files meanwhile; False if they were removed since they were opened.
+
+        Who doesn't claim a client within this may find itself alone, in files that nobody else will open any more.
+        """
+        deadline = Deadline.after(timeout)
+        if not self._entrance.acquire(timeout=timeout):
+            raise DeadlineExceeded(f"{self.spec.folder} is still being opened by another thread")
+        try:
+            record_lock.lock(self._lock_fd, _MAKER_BYTE, deadline, f"{self.spec.folder}, being opened or removed,")
+            try:
+                yield _is_at(self._lock_fd, self.spec.folder / "lock")
+            finally:
+                record_lock.unlock(self._lock_fd, _MAKER_BYTE)
+        finally:
+            self._entrance.release()
+
     def claim(self, client: int) -> None:
         """Let ``client`` count as alive for as long as this process lives, or until ``disclaim``."""
         if not record_lock.try_lock(self._lock_fd, _CLIENT_BYTE + client):
@@ -118,6 +138,7 @@ class Segment:
         self._claimed.add(client)
 
     def disclaim(self, client: int) -> None:
+        """Not once the id is free: it would be its next owner's claim that is given back."""
         self._claimed.discard(client)
         record_lock.unlock(self._lock_fd, _CLIENT_BYTE + client)
 
@@ -137,12 +158,22 @@ class Segment:
                 return
             _REGISTRY.pop(_identity(self._lock_fd), None)
             try:
-                if not self.spec.keep and record_lock.try_lock(self._lock_fd, _MAKER_BYTE):
-                    unused = not record_lock.locked_elsewhere(self._lock_fd, _CLIENT_BYTE, MAX_CLIENTS)
-                    if unused and _is_at(self._lock_fd, self.spec.folder / "lock"):
-                        _unlink_all(self.spec.folder)
+                if not self.spec.keep:
+                    self._remove_if_unused()
             finally:
                 self._close_files()
+
+    def _remove_if_unused(self) -> None:
+        """Whoever has the maker's byte at this moment may be leaving, too, and have seen us as a user, or may fail."""
+        try:
+            deadline = Deadline.after(_REMOVE_TIMEOUT)
+            record_lock.lock(self._lock_fd, _MAKER_BYTE, deadline, f"{self.spec.folder}, being opened,")
+        except DeadlineExceeded as error:
+            logger.info("%s is left to others: %s", self.spec.folder, error)
+            return
+        unused = not record_lock.locked_elsewhere(self._lock_fd, _CLIENT_BYTE, MAX_CLIENTS)
+        if unused and _is_at(self._lock_fd, self.spec.folder / "lock"):
+            _unlink_all(self.spec.folder)
 
     def _close_files(self) -> None:
         os.close(self._lock_fd)

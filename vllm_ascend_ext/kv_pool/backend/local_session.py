@@ -14,7 +14,7 @@ import numpy as np
 from vllm_ascend_ext.kv_pool.backend.arena import GRANULE, MAX_CLIENTS, Segment, SegmentSpec, open_segment
 from vllm_ascend_ext.kv_pool.backend.local_hash import Ints
 from vllm_ascend_ext.kv_pool.backend.local_table import OPEN, PUBLISHED, RESERVED, H, Table, bits
-from vllm_ascend_ext.kv_pool.clock import Clock
+from vllm_ascend_ext.kv_pool.clock import Clock, Deadline
 from vllm_ascend_ext.kv_pool.errors import ClosedError, ConfigError, DeadlineExceeded
 
 Debt = Callable[[Table], object]
@@ -32,13 +32,7 @@ class Session:
         self._calls = 0
         self._closed = False
         self._pid = os.getpid()
-        self.segment: Segment = open_segment(spec, Table.initialise)
-        try:
-            self.table = Table(self.segment)
-            self.client = self._sign_in()
-        except BaseException:
-            self.segment.close()
-            raise
+        self.segment, self.table, self.client = _enter(spec)
         self.bit = bits(np.array([self.client]))
         _SESSIONS.add(self)
 
@@ -151,32 +145,50 @@ class Session:
     def _is_over(self) -> bool:
         return self._closed and not self._calls
 
-    def _sign_in(self) -> int:
-        with self.segment.lock(self.segment.spec.open_timeout):
-            self.table.settle()
-            self.table.begin()
-            client = self.table.sign_in()
-            if client >= 0:
-                self.segment.claim(client)
-            self.table.commit()
-        if client < 0:
-            raise ConfigError(f"{self.segment.spec.folder} has {MAX_CLIENTS} clients; no more are allowed")
-        return client
-
     def _let_go(self) -> None:
         _SESSIONS.discard(self)
         try:
             with self.segment.lock(self._lock_timeout):
+                self.segment.disclaim(self.client)  # in here: as soon as the lock is free, the id may be another's
                 self.table.settle()
                 self.table.begin()
                 self.table.sign_out(self.client)
                 self.table.commit()
         except DeadlineExceeded:
-            pass  # from the next line on the others take this client for dead, and clear up behind it
+            self.segment.disclaim(self.client)  # the others take this client for dead now, and clear up behind it
         finally:
-            self.segment.disclaim(self.client)
             self.segment.close()
             del self.table, self.segment
+
+
+def _enter(spec: SegmentSpec) -> tuple[Segment, Table, int]:
+    """A segment, its index and a client's id in it; a segment that its last user removes meanwhile is left again."""
+    deadline = Deadline.after(spec.open_timeout)
+    while True:
+        segment = open_segment(spec, Table.initialise)
+        try:
+            with segment.kept(deadline.remaining()) as there:
+                if there:
+                    table = Table(segment)
+                    return segment, table, _sign_in(segment, table, deadline)
+        except BaseException:
+            segment.close()
+            raise
+        segment.close()
+        deadline.check(f"{spec.folder} is removed again and again")
+
+
+def _sign_in(segment: Segment, table: Table, deadline: Deadline) -> int:
+    with segment.lock(deadline.remaining()):
+        table.settle()
+        table.begin()
+        client = table.sign_in()
+        if client >= 0:
+            segment.claim(client)
+        table.commit()
+    if client < 0:
+        raise ConfigError(f"{segment.spec.folder} has {MAX_CLIENTS} clients; no more are allowed")
+    return client
 
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
