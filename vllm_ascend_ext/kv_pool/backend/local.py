@@ -402,7 +402,7 @@ class LocalBackend(Backend):
         slots = table.slots_at(offsets // GRANULE)
         rows = np.maximum(slots, 0)
         begins = self._offsets(table, rows)
-        within = (offsets >= begins) & (offsets + lengths <= begins + table.size[rows])
+        within = (offsets >= begins) & (lengths <= begins + table.size[rows] - offsets)  # a sum could overflow
         same = (table.generation[rows].astype(np.int64) & _TAG_MASK) == gvas >> _TAG_SHIFT
         return slots, offsets, (slots >= 0) & within & same
 

@@ -12,6 +12,8 @@ from xxhash import xxh3_128_digest
 from vllm_ascend_ext.kv_pool.backend.local_hash import Digests, Ints
 
 MAX_KEY = 256
+_MAX_SEGMENT = 1 << 43
+"""No value is longer, and a sum of so many bytes doesn't overflow."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Rows:
 
     @classmethod
     def of(cls, keys: Sequence[str], addrs: Any, sizes: Any) -> Rows:
-        """A usable row has a key, at least one byte, no null pointer and no negative length."""
+        """A usable row has a key, at least one byte, no null pointer, and no length below 0 or beyond all reason."""
         usable = Keys.of(keys)
         starts, lengths = numbers(addrs, 2), numbers(sizes, 2)
         if starts is None or lengths is None or starts.shape != lengths.shape or len(starts) != len(keys):
@@ -83,9 +85,10 @@ class Rows:
         if len(usable.at) < len(keys):
             starts, lengths, totals = starts[usable.at], lengths[usable.at], totals[usable.at]
         rows = cls(usable, starts, lengths, totals)
-        if len(totals) and starts.min() > 0 and lengths.min() > 0:
+        if len(totals) and starts.min() > 0 and lengths.min() > 0 and lengths.max() <= _MAX_SEGMENT:
             return rows
-        sound = np.asarray(((lengths > 0) & (starts > 0)) | (lengths == 0)).all(axis=1) & (totals > 0)
+        possible = ((lengths > 0) & (starts > 0) & (lengths <= _MAX_SEGMENT)) | (lengths == 0)
+        sound = np.asarray(possible).all(axis=1) & (totals > 0)
         return rows.take(np.flatnonzero(sound))
 
     def take(self, chosen: Ints) -> Rows:

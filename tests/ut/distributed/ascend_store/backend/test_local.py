@@ -164,6 +164,7 @@ def test_keys_may_be_of_any_characters(client):
         ([[4096.5]], [[8]]),
         ([[4096, 1], [1]], [[8, 8], [8]]),
         ([[2**63]], [[8]]),
+        ([[4096] * 5], [[2**62] * 4 + [8]]),  # the sum of these is 8, in 64 bits
         ([[True]], [[8]]),
         (None, None),
     ],
@@ -266,6 +267,13 @@ def test_an_address_before_or_behind_the_arena_is_refused(client):
     (gva,) = client.backend.batch_alloc(["k"], [SIZE])
     for wrong in (gva - SIZE, gva + (1 << 30), -gva, 2**62):
         assert client.save_at([wrong], [A]) is Status.REFUSED
+
+
+@pytest.mark.parametrize("size", [SIZE + 1, 1 << 40, (1 << 63) - 1])
+def test_a_range_that_reaches_past_its_value_is_refused(client, size):
+    (_, gva) = client.backend.batch_alloc(["before", "k"], [SIZE, SIZE])
+    for direction in (0, 1):
+        assert client.backend.batch_copy([gva], [4096], [size], direction, open_fence()) == Status.REFUSED
 
 
 def test_what_is_not_published_cannot_be_read(client):
