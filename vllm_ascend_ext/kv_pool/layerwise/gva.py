@@ -23,6 +23,8 @@ from vllm_ascend_ext.kv_pool.layerwise.step import BlockRows, LayerLoad, LayerSa
 from vllm_ascend_ext.kv_pool.layout import IntArray
 from vllm_ascend_ext.kv_pool.observe import Stats
 
+_ATTEMPTS = 8
+
 
 @dataclass
 class _Held:
@@ -223,11 +225,17 @@ def _fail(
 
 
 class WriteBook:
-    """Keys whose writes this rank has open, so that a step never opens what a stuck one hasn't given up yet."""
+    """Keys whose writes this rank has open, so that a step never opens what a stuck one hasn't given up yet.
 
-    def __init__(self) -> None:
+    Also those that the store did not take back: they would be open for ever, so they are dropped later, when the store
+    does as it is told again. Which ends for a key after a few attempts that fail for it alone.
+    """
+
+    def __init__(self, client: GvaClient) -> None:
+        self._client = client
         self._lock = threading.Lock()
         self._open: set[str] = set()
+        self._debts: dict[str, int] = {}  # how many more attempts
 
     def claim(self, key: str) -> bool:
         """Whether ``key`` was free; it is not any more then."""
@@ -245,6 +253,49 @@ class WriteBook:
     def is_empty(self) -> bool:
         return not self._open
 
+    @property
+    def debts(self) -> list[str]:
+        """Keys that may be open in the store although nobody writes them any more."""
+        with self._lock:
+            return list(self._debts)
+
+    def drop(self, keys: list[str]) -> None:
+        """Drop those of ``keys``, all claimed by the caller, that the store has not published; owe what it keeps."""
+        with self._lock:
+            for key in keys:
+                self._debts.setdefault(key, _ATTEMPTS)
+        present = self._client.exists(keys, always=True)
+        gone = {key for key, status in zip(keys, present.statuses, strict=True) if status is Status.OK}
+        open_still = [key for key, status in zip(keys, present.statuses, strict=True) if status is Status.MISSING]
+        dropped = self._client.finish(open_still, [UNKNOWN_CODE] * len(open_still))
+        gone |= {
+            key
+            for key, status in zip(open_still, dropped.statuses, strict=True)
+            if status in (Status.OK, Status.MISSING)
+        }
+        with self._lock:
+            for key in keys:
+                left = self._debts.pop(key, 1) - 1
+                if key not in gone and left:
+                    self._debts[key] = left
+
+    def finished(self, keys: Iterable[str]) -> None:
+        """The store has done as it was told with these, so nothing is owed of them."""
+        with self._lock:
+            for key in keys:
+                self._debts.pop(key, None)
+
+    def settle(self) -> None:
+        """Drop what is owed and nobody writes again by now."""
+        with self._lock:
+            keys = [key for key in self._debts if key not in self._open]
+            self._open.update(keys)
+        try:
+            if keys:
+                self.drop(keys)
+        finally:
+            self.release(keys)
+
 
 class OpenWrites:
     """The writes that one save has open, request by request."""
@@ -255,6 +306,7 @@ class OpenWrites:
         self._stats = stats
         self._writer: dict[str, tuple[BlockRows, int]] = {}  # of each key, the row that writes it
         self._per_job: list[list[str]] = []
+        self._all_taken = False  # the store has last done with every key as it was told
 
     def open(self, save: LayerSave, sizes: Sequence[int]) -> None:
         """A write for each block that the store doesn't have; ``sizes``: bytes of a value, per group.
@@ -280,6 +332,8 @@ class OpenWrites:
         with ExitStack() as all_of_them:  # one that raises does not keep the others from being dropped
             for opened in self._per_job:
                 all_of_them.callback(self._finish, opened)
+        if self._all_taken:
+            self._book.settle()
 
     def _open_part(self, save: LayerSave, rows: BlockRows, span: slice, size: int, opened: list[str]) -> bool:
         """Whether the store could be asked at all."""
@@ -326,7 +380,10 @@ class OpenWrites:
                     row.done[at] = row.stored[at] = code == 0 and status is Status.OK
                     if code == 0:
                         save.fail(row, slice(at, at + 1), status, cause=answer.cause)
-            self._drop_unpublished([keys[at] for at in answer.failed()], answer.cause)
+            failed = [keys[at] for at in answer.failed()]
+            self._all_taken = not failed
+            self._book.finished(set(keys).difference(failed))
+            self._drop_unpublished(failed, answer.cause)
         except BaseException as cause:  # the thread ends here
             self._drop_unpublished(keys, cause)
             raise
@@ -338,9 +395,7 @@ class OpenWrites:
         if not keys:
             return
         self._stats.failure("write_finish_failed", f"{len(keys)} writes", (), cause)
-        present = self._client.exists(keys, always=True)
-        open_still = [key for key, status in zip(keys, present.statuses, strict=True) if status is Status.MISSING]
-        self._client.finish(open_still, [UNKNOWN_CODE] * len(open_still))
+        self._book.drop(keys)
 
 
 def _code(rows: BlockRows, row: int, *, publish: bool) -> int:

@@ -279,7 +279,7 @@ class KVCacheStoreLayerSendingThread(LayerSendingThread):
     def __init__(self, setup: PoolSetup, client: StoreClient, stats: Stats, clock: Clock) -> None:
         super().__init__(setup, client, stats, clock)
         self._gva = GvaClient(client)
-        self.writes = WriteBook()
+        self.writes = WriteBook(self._gva)
 
     def set_plan(self, layouts: tuple[BlockLayout, ...], plan: LayerPlan) -> None:
         super().set_plan(layouts, plan)
@@ -299,6 +299,13 @@ class KVCacheStoreLayerSendingThread(LayerSendingThread):
             except BaseException as cause:
                 transfer.end(cause)
                 raise
+
+    def close(self, timeout: float) -> list[str]:
+        deadline = Deadline.after(timeout, self._clock)
+        if self.writes.debts:
+            with suppress(Exception):  # not running any more, or not in time: they go with this client
+                self._lanes.run("dropping writes", self.writes.settle, deadline)
+        return super().close(deadline.remaining())
 
     def _alloc_gvas_for_save(self, save: LayerSave, writes: OpenWrites) -> None:
         writes.open(save, self._copies.value_bytes)

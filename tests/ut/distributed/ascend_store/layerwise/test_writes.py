@@ -31,7 +31,7 @@ class Bench:
         self.store = FlakyGvaStore(kind(self.pool))
         self.stats = Stats()
         self.client = GvaClient(StoreClient(self.store, self.stats, clock=ManualClock()))
-        self.book = WriteBook()
+        self.book = WriteBook(self.client)
 
     def save(self, *jobs):
         """A save of jobs, each given as the keys of its blocks in group 0, 1, ..."""
@@ -245,3 +245,81 @@ class TestLaxEngine:
         assert bench.pool.published() == []
         assert bench.run(bench.save([["a"]])) == [[[OK]]]
         bench.check_closed()
+
+
+# -- what the store does not take back ---------------------------------------------------------------------------------
+
+
+def leave_open(bench, *keys):
+    """A save of ``keys`` that the store refuses to finish, and to drop."""
+    bench.store.script("batch_write_finish", *[answering([-1] * len(keys))] * 2)
+    assert OK not in bench.run(bench.save([list(keys)]))[0][0]
+    assert bench.pool.ledger()["open_writes"] == len(keys)
+
+
+def test_a_write_that_the_store_did_not_take_back_is_dropped_when_it_does_as_it_is_told_again(bench):
+    leave_open(bench, "a", "b")
+    assert bench.book.debts == ["a", "b"]
+    assert bench.run(bench.save([["c"]])) == [[[OK]]]
+    assert bench.book.debts == []
+    assert bench.pool.published() == ["c"]
+    bench.check_closed()
+
+
+def test_a_write_that_is_owed_and_saved_anew_is_not_dropped():
+    bench = Bench(LaxGvaStore)  # whose answer for an unfinished write is its address
+    leave_open(bench, "a", "b")
+    assert bench.run(bench.save([["a"]])) == [[[OK]]]
+    assert bench.pool.published() == ["a"]
+    assert bench.store.finished[-1] == ("b", UNKNOWN_CODE)
+    bench.check_closed()
+
+
+def test_where_an_unfinished_write_can_not_be_opened_anew_it_can_once_it_was_dropped(bench):
+    leave_open(bench, "a")
+    assert bench.run(bench.save([["a"]], [["b"]])) == [[[FULL]], [[OK]]]
+    assert bench.run(bench.save([["a"]])) == [[[OK]]]
+    bench.check_closed()
+
+
+def test_a_write_that_is_owed_is_left_alone_while_somebody_writes_it(bench):
+    leave_open(bench, "a")
+    assert bench.book.claim("a")
+    bench.book.settle()
+    assert bench.book.debts == ["a"]
+    assert bench.pool.ledger()["open_writes"] == 1
+    bench.book.release(["a"])
+    bench.book.settle()
+    assert bench.book.debts == []
+    bench.check_closed()
+
+
+def test_a_write_whose_end_nobody_heard_of_is_not_taken_back(bench):
+    """It was published, and the answer got lost, twice: a settled debt must not take the value away."""
+    bench.store.script("batch_write_finish", raising(OSError("lost"), after=True))
+    bench.store.script("exists", answering([0]), raising(OSError("lost")))
+    assert bench.run(bench.save([["a"]])) == [[[FAILED]]]
+    assert bench.book.debts == ["a"]
+    bench.book.settle()
+    assert bench.pool.published() == ["a"]
+    assert bench.book.debts == []
+    bench.check_closed()
+
+
+def test_a_thread_that_ends_in_the_middle_leaves_its_writes_to_the_next(bench):
+    bench.store.script("batch_write_finish", answering([-1]), raising(Stop()), raising(Stop()))
+    with pytest.raises(Stop):
+        bench.run(bench.save([["a"]]))
+    assert bench.book.debts == ["a"]
+    bench.book.settle()
+    bench.check_closed()
+
+
+def test_a_write_that_the_store_never_takes_back_is_forgotten_in_the_end(bench):
+    leave_open(bench, "a")
+    attempts = 0
+    while bench.book.debts:
+        bench.store.script("batch_write_finish", answering([-1]))
+        bench.book.settle()
+        attempts += 1
+    assert attempts == 7
