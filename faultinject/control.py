@@ -12,7 +12,7 @@ from faultinject.scenario import Scenario
 
 @dataclass
 class Control:
-    """One fault put back into the code: what comes of a scenario without it and with it.
+    """One bug put back into the code: what comes of a scenario without it and with it.
 
     As the fixture ``fault_control`` it is named after the test, and what it found stands in the fault matrix:
 
@@ -34,7 +34,7 @@ class Control:
         return self._explore(scenario, self.before)
 
     def broken(self, scenario: Scenario | Callable[..., Any]) -> set[str]:
-        """The same with the fault put back."""
+        """The same with the bug put back."""
         return self._explore(scenario, self.after)
 
     def as_json(self) -> dict[str, Any]:

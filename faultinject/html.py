@@ -8,6 +8,14 @@ from typing import Any
 from faultinject.judge import BROKEN, OUTCOMES, WORST_FIRST
 from faultinject.matrix import words
 
+_MEANING = {
+    "contained": "a log or a counter shows it, nobody got an error",
+    "surfaced": "whoever asked got an error",
+    "hang": "did not end in time",
+    "leak": "not everything was given back",
+    "swallowed": "nothing shows the fault",
+    "wrong_data": "a wrong result",
+}
 _STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #1c2330; --soft: #f2f4f8; --line: #c9d0dc; --mute: #6b7587;
   --good: #2f9e63; --fine: #3b82c4; --bad: #d6453d }
@@ -21,7 +29,8 @@ h2 { font-size: 1.1rem; margin-top: 2rem }
 .mute { color: var(--mute) }
 .tiles { display: flex; gap: .6rem; flex-wrap: wrap; margin: 1rem 0 }
 .tile { background: var(--soft); border-left: 4px solid var(--mute); border-radius: 6px; padding: .5rem .9rem;
-  min-width: 6.5rem }
+  min-width: 6.5rem; max-width: 10rem }
+.tile small { display: block; color: var(--mute); line-height: 1.25 }
 .tile b { display: block; font-size: 1.5rem; line-height: 1.2 }
 .contained { border-color: var(--good) }
 .surfaced { border-color: var(--fine) }
@@ -31,6 +40,7 @@ h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: separate; border-spacing: 3px; font-size: 13px }
 th { text-align: left; font-weight: 600; padding: .25rem .5rem; white-space: nowrap }
 thead th { vertical-align: bottom }
+tbody th { position: sticky; left: 0; background: var(--bg) }
 th.action { text-align: center }
 th.action span { writing-mode: vertical-rl; transform: rotate(180deg) }
 td { border-radius: 5px; padding: .25rem .5rem; text-align: center; min-width: 2.2rem; background: var(--soft) }
@@ -59,8 +69,8 @@ def page(matrix: dict[str, Any]) -> str:
 at {len(matrix["sites"])} sites, {matrix["runs"]} runs, {matrix["seconds"]:.1f} s</p>
 <div class="tiles">{"".join(_tile(name, matrix["outcomes"][name]) for name in OUTCOMES)}</div>
 {_balances(matrix["balances"])}<h2>Sites and actions</h2>
-<p class="mute">A cell counts the injections of an action at a site: green ended contained, blue surfaced, red broken.
-Hover for more.</p>
+<p class="mute">An injection is one run in which a call at the site (row) goes wrong as the action (column) says,
+once or from then on. A cell counts them: green ended contained, blue surfaced, red broken. Hover for more.</p>
 <div class="wide">{_table(matrix["sites"])}</div>
 {_controls(matrix["controls"])}{_broken(matrix["broken"])}{_notes(matrix)}
 </body></html>
@@ -69,7 +79,8 @@ Hover for more.</p>
 
 def _tile(outcome: str, count: int) -> str:
     kind = outcome if outcome not in BROKEN else "broken" if count else ""
-    return f'<div class="tile {kind}"><b>{count}</b>{outcome.replace("_", " ")}</div>'
+    meaning = f"<small>{_MEANING[outcome]}</small>"
+    return f'<div class="tile {kind}"><b>{count}</b>{outcome.replace("_", " ")}{meaning}</div>'
 
 
 def _balances(balances: list[dict[str, Any]]) -> str:
@@ -119,9 +130,11 @@ def _controls(controls: list[dict[str, Any]]) -> str:
         f"{_outcomes(control['before'])}{_outcomes(control['after'])}</tr>"
         for control in controls
     )
-    return f"""<h2>With a fault put back</h2>
-<p class="mute">Each line breaks the code on purpose: what came of the same injections before, and with that fault.</p>
-<div class="wide"><table><thead><tr><th>fault</th><th>tried at</th><th>as it is</th><th>with the fault</th></tr></thead>
+    return f"""<h2>With a bug put back</h2>
+<p class="mute">A page that is all green must show that it can turn red. Each line puts one bug into the code on purpose
+and tries the same injections again: on the left what came of them in the code as it is, on the right with the bug.
+Red on the right is as it should be.</p>
+<div class="wide"><table><thead><tr><th>bug</th><th>tried at</th><th>as it is</th><th>with the bug</th></tr></thead>
 <tbody>{body}</tbody></table></div>
 """
 

@@ -204,11 +204,11 @@ def table(matrix: Matrix, *, by_action: bool) -> list[str]:
 
 
 def controls_table(matrix: Matrix) -> list[str]:
-    """The positive controls as lines of text: what came of each scenario, and what with the fault put back."""
+    """The positive controls as lines of text: what came of each scenario, and what with the bug put back."""
     rows = sorted(matrix.controls, key=lambda control: str(control["name"]))
     if not rows:
         return []
-    lines = [["a fault put back", "tried at", "as it is", "with the fault"]]
+    lines = [["a bug put back", "tried at", "as it is", "with the bug"]]
     lines += [[row["name"], ", ".join(row["sites"]), words(row["before"]), words(row["after"])] for row in rows]
     return _aligned(lines, texts=4)
 

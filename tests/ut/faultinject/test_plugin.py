@@ -161,6 +161,7 @@ def test_the_page_stands_alone_and_is_well_formed(pytester: pytest.Pytester) -> 
     assert open_tags == []
     assert "&lt;b&gt;toy&lt;/b&gt;" in text
     assert "save:store.put:main:1:raise-OSError:transient" in text
+    assert "<b>6</b>swallowed<small>nothing shows the fault</small>" in text
     assert matrix_of(pytester, "out/m.json")["outcomes"]["swallowed"] == 6
 
 
@@ -257,7 +258,7 @@ def test_a_positive_control_stands_in_the_matrix(pytester: pytest.Pytester, work
         {"name": name, "sites": ["store.put"], "before": {"contained": 2}, "after": {"swallowed": 2}}
     ]
     assert matrix["outcomes"]["swallowed"] == 0, "what is broken on purpose is not counted against the code"
-    result.stdout.fnmatch_lines(["a fault put back *", f"{name} *store.put *2 contained *2 swallowed"])
+    result.stdout.fnmatch_lines(["a bug put back *", f"{name} *store.put *2 contained *2 swallowed"])
     assert f"<th>{name}</th>" in (pytester.path / "build" / "fault-matrix.html").read_text()
 
 
