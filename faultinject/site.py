@@ -177,6 +177,11 @@ def wrap(obj: T, prefix: str, methods: Iterable[str] | None = None, *, gate: Gat
     names = public_methods(obj) if methods is None else list(methods)
     for name in names:
         Site(f"{prefix}.{name}")
+        if not hasattr(obj, name):
+            has = ", ".join(public_methods(obj)) or "none"
+            raise AttributeError(
+                f"site {prefix}.{name}: {type(obj).__name__} has no method {name!r}; its public methods: {has}"
+            )
         if not callable(getattr(obj, name)):
             raise TypeError(f"site {prefix}.{name}: {type(obj).__name__}.{name} is not callable")
     proxy: Any = _proxy_class(type(obj))(obj, prefix, names, gate)
@@ -194,6 +199,8 @@ class Patch:
 
     def __init__(self, target: Any, attr: str, site: str, gate: Gate | None) -> None:
         self._fi_sites = (Site(site).name,)
+        if not hasattr(target, attr):
+            raise AttributeError(f"site {site}: {target!r} has no attribute {attr!r}")
         self._target, self._attr = target, attr
         own: Mapping[str, Any] = getattr(target, "__dict__", {})
         self._old = own.get(attr, _MISSING)
