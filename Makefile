@@ -6,10 +6,10 @@ ENGINE := .venv-engine
 ASCEND := .venv-ascend
 BACKENDS := .venv-backends
 
-.PHONY: help venv lint test fault bench engine soak bench-engine backends backends-packages ascend ascend-check clean
+.PHONY: help venv lint test fault bench engine soak bench-engine backends backends-packages bench-mooncake ascend ascend-check clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 $(VENV)/.done: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
