@@ -244,33 +244,37 @@ def _parser() -> argparse.ArgumentParser:
         description="What the Ascend compiler makes of a Triton kernel, on any machine: no NPU and no CANN needed.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check_ = commands.add_parser("check", help="lower kernels and say what is wrong with the result")
+    check_ = _command(commands, "check", "lower kernels and say what is wrong with the result")
     _add_selection(check_)
     check_.add_argument("--strict", action="store_true", help="warnings fail the check too")
     check_.add_argument("-v", "--verbose", action="store_true", help="counts, loops and bounds of every compilation")
     check_.set_defaults(command=_check)
-    tile = commands.add_parser("largest-tile", help="the largest value of a constant that fits the Unified Buffer")
+    tile = _command(commands, "largest-tile", "the largest value of a constant that fits the Unified Buffer")
     _add_selection(tile)
     tile.add_argument("--vary", required=True, metavar="NAME", help="the constant that may vary")
     tile.add_argument("--most", type=int, default=1 << 17, metavar="N", help="largest value to try")
     tile.add_argument("--multiple-of", type=int, metavar="M", help="try multiples of M instead of powers of two")
     tile.set_defaults(command=_largest_tile)
-    sweep_ = commands.add_parser(
-        "sweep", help="check another project's declared kernels and write a page for its authors"
-    )
+    sweep_ = _command(commands, "sweep", "check another project's declared kernels and write a page for its authors")
     _add_selection(sweep_)
     sweep_.add_argument("--name", default="the project", help="the project's name, for the page")
     sweep_.add_argument("--revision", help="what is swept, for the page; otherwise the commit of --root")
     sweep_.add_argument("--page", type=Path, default=Path("build/ascend-sweep.md"), metavar="FILE", help="the page")
     sweep_.set_defaults(command=_sweep)
-    compare_ = commands.add_parser("compare", help="two JSON reports side by side, as a table in Markdown")
-    compare_.add_argument("ours", type=Path, metavar="OURS.json")
-    compare_.add_argument("theirs", type=Path, metavar="THEIRS.json")
+    compare_ = _command(commands, "compare", "two JSON reports side by side, as a table in Markdown")
+    compare_.add_argument("ours", type=Path, metavar="OURS.json", help="a report that check or sweep wrote (--json)")
+    compare_.add_argument("theirs", type=Path, metavar="THEIRS.json", help="another one")
     compare_.add_argument("--pairs", type=Path, required=True, metavar="FILE", help="lines: operation | ours | theirs")
     compare_.set_defaults(command=_compare)
-    explain = commands.add_parser("explain", help="what the findings mean")
-    explain.add_argument("code", nargs="?", help="a finding, such as scalar-loop")
+    explain = _command(commands, "explain", "what the findings mean")
+    explain.add_argument("code", nargs="?", help="a finding, such as scalar-loop; all if left out")
     explain.set_defaults(command=_explain)
+    return parser
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """A command that says what it does in the list and in its own help."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     return parser
 
 
