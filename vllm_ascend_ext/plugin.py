@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from vllm_ascend_ext import logs
+
 logger = logging.getLogger("vllm_ascend_ext.plugin")
 
 SWITCH = "VLLM_ASCEND_EXT_KERNELS"
@@ -70,6 +72,7 @@ def register_connector() -> None:
     beside it only the alias is registered, and the module path chooses between the two."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    logs.follow("vllm")
     names = [CONNECTOR_ALIAS] if importlib.util.find_spec("vllm_ascend") else [CONNECTOR, CONNECTOR_ALIAS]
     for name in names:
         if name not in KVConnectorFactory._registry:  # plugins are loaded more than once
@@ -78,6 +81,7 @@ def register_connector() -> None:
 
 def register_kernels() -> list[Outcome]:
     """Entry point: replace what VLLM_ASCEND_EXT_KERNELS names; one warning names what could not be."""
+    logs.follow("vllm")
     outcomes = apply(asked_for(os.environ.get(SWITCH, "")))
     left = [f"{o.patch.where}: {o.detail}" for o in outcomes if o.state in (State.DIFFERS, State.FAILED)]
     if left:
@@ -285,7 +289,7 @@ def main() -> None:
     setting = os.environ.get(SWITCH, "")
     names = asked_for(setting)
     outcomes = apply(names) if names else apply(asked_for("1"), really=False)
-    print(f"{SWITCH}={setting or '(not set)'}: {'this is done' if names else 'nothing is done; with 1 it would be'}")
+    print(f"{SWITCH}={setting or '(not set)'}: {'this is done' if names else 'nothing is done; with 1 this would be'}")
     for outcome in outcomes:
         places = f" in {', '.join(outcome.places)}" if outcome.places else ""
         detail = f" ({outcome.detail})" if outcome.detail else ""
@@ -293,4 +297,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as wrong:  # a name that is unknown
+        sys.exit(str(wrong))

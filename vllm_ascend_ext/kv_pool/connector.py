@@ -36,6 +36,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.request import RequestStatus
 
+from vllm_ascend_ext import logs
 from vllm_ascend_ext.kv_pool import metrics
 from vllm_ascend_ext.kv_pool.engine_setup import CacheFacts, GroupSpec, Ranks, block_layouts, forward_order, pool_setup
 from vllm_ascend_ext.kv_pool.factory import make_scheduler, make_worker
@@ -269,6 +270,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        logs.follow("vllm")
         in_worker = role == KVConnectorRole.WORKER
         facts, ranks = _cache_facts(vllm_config, kv_cache_config), Ranks()
         if in_worker:

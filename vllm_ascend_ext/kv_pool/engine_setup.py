@@ -20,6 +20,7 @@ from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.groups import CacheGroup, GroupKind, PoolSetup
 from vllm_ascend_ext.kv_pool.keys import BytesIdentity, Topology
 from vllm_ascend_ext.kv_pool.layout import BlockLayout
+from vllm_ascend_ext.kv_pool.observe import logger
 from vllm_ascend_ext.kv_pool.shards import head_parts
 
 _FULL = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
@@ -101,6 +102,9 @@ def pool_setup(vllm_config: Any, caches: CacheFacts, ranks: Ranks) -> PoolSetup:
             f"kv_load_failure_policy={policy!r}: only 'fail' is allowed with "
             f"layerwise_num_shared_buffers={config.layerwise_num_shared_buffers}"
         )
+    told = {"backend": config.backend, "kv_role": config.kv_role} | config.model_dump(exclude_defaults=True)
+    options = ", ".join(f"{name}={value!r}" for name, value in told.items())
+    logger.info("KV pool of vllm-ascend-ext: %s; keys of model %s", options, setup.key_scheme.model)
     return setup
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,3 +29,6 @@ def test_the_api_server_by_its_command_line(new_lab: Callable[..., Lab], launche
             assert metrics[f"vllm:ascend_store_operation_{name}"] > 0, name
         assert metrics["vllm:ascend_store_lookup_timeouts_total"] == 0
         assert "vllm:ascend_store_faults_total" not in metrics
+        for process in ("EngineCore", "Worker"):
+            line = rf"^\({process} .*INFO .*KV pool of vllm-ascend-ext: backend='local'"
+            assert re.search(line, server.log(), re.M)

@@ -112,6 +112,17 @@ def test_what_scheduler_and_workers_agree_on() -> None:
     assert setup.key_scheme == pool_setup(engine, FACTS, Ranks()).key_scheme
 
 
+def test_the_start_tells_which_pool_this_is(caplog: pytest.LogCaptureFixture) -> None:
+    """What isn't as it is by default, and the keys' name of the model, which engines that share must have in common."""
+    with caplog.at_level("INFO", logger="vllm_ascend_ext.kv_pool"):
+        setup = pool_setup(Engine(extra={"load_async": True}), FACTS, Ranks())
+    (line,) = caplog.messages
+    assert line.startswith("KV pool of vllm-ascend-ext: backend='local', kv_role='kv_both', ")
+    assert "load_async=True" in line
+    assert "load_timeout" not in line
+    assert line.endswith(f"; keys of model {setup.key_scheme.model}")
+
+
 @pytest.mark.parametrize(
     "other",
     [
