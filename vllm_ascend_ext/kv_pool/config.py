@@ -6,6 +6,7 @@ names the field, the value and what is allowed.
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -95,6 +96,11 @@ class PoolConfig(BaseModel):
     @classmethod
     def parse(cls, extra: Mapping[str, Any], kv_role: str = "kv_both") -> PoolConfig:
         """Check ``extra``; raises ConfigError that lists every field that can't be used."""
+        if extra.get("kv_role", kv_role) != kv_role:
+            raise ConfigError(
+                f"kv_connector_extra_config: kv_role={extra['kv_role']!r}: the role belongs beside "
+                f"kv_connector_extra_config, where it is {kv_role!r}"
+            )
         try:
             return cls.model_validate({**extra, "kv_role": kv_role})
         except ValidationError as error:
@@ -108,5 +114,7 @@ def _explain(detail: Any) -> str:
     if not field:
         return str(detail["msg"]).removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        return f"{field}={detail['input']!r}: unknown field; allowed are {', '.join(sorted(PoolConfig.model_fields))}"
+        known = sorted(PoolConfig.model_fields.keys() - {"kv_role"})
+        near = [f"did you mean {name}? " for name in difflib.get_close_matches(field, known, n=1)]
+        return f"{field}={detail['input']!r}: unknown field; {''.join(near)}allowed are {', '.join(known)}"
     return f"{field}={detail['input']!r}: {detail['msg']}"

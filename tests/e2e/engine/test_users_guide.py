@@ -37,7 +37,13 @@ def command(start: str) -> list[str]:
 
 
 def test_every_command_is_one_that_is_run_here() -> None:
-    known = ("pip install", "vllm serve", "curl", "python -m vllm_ascend_ext.plugin")
+    known = (
+        "pip install",
+        "vllm serve",
+        "curl",
+        "python -m vllm_ascend_ext.plugin",
+        "python -m vllm_ascend_ext.kv_pool",
+    )
     assert [line for line in COMMANDS if not line.startswith(known)] == []
 
 
@@ -79,8 +85,16 @@ def test_configurations(new_lab: Callable[..., Lab], launcher: Launcher, number:
         assert lab.run(engine, requests).cached == (192, 96)
 
 
+def test_the_command_that_removes_a_pool(tmp_path: Path) -> None:
+    removal = command("python -m vllm_ascend_ext.kv_pool")
+    assert removal[3:] == ["remove", PoolConfig.model_fields["local_pool_name"].default]
+    words = [sys.executable, *removal[1:4], str(tmp_path / "none")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split(": ")[1]) == (1, "there is no such pool")
+
+
 def test_the_kernels_command(launcher: Launcher, tmp_path: Path) -> None:
-    assert command("python -m")[2] == "vllm_ascend_ext.plugin"
+    assert command("python -m vllm_ascend_ext.plugin")
     printed = launcher.script("from vllm_ascend_ext import plugin; plugin.main()", tmp_path / "log")
     assert "would be replaced" in printed
 

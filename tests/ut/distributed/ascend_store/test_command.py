@@ -9,7 +9,7 @@ def test_a_kept_pool_is_removed_once(tmp_path, capsys):
     LocalBackend(pool, 1 << 16, keep=True).close()
     assert main(["remove", pool]) == 0
     assert main(["remove", pool]) == 1
-    assert "there is no such pool" in capsys.readouterr().out
+    assert f"there is no such pool: no {pool}" in capsys.readouterr().out
     assert not (tmp_path / "pool").exists()
 
 

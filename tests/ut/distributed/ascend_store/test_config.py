@@ -1,5 +1,8 @@
 """The configuration: every value that can't be used is refused at start, with its field, itself and what is allowed."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from vllm_ascend_ext.kv_pool.config import PoolConfig
@@ -132,8 +135,24 @@ def test_a_configuration_can_not_be_changed_afterwards():
         PoolConfig.parse({}).lanes = 3
 
 
-def test_the_role_is_the_engines_not_the_options():
-    assert PoolConfig.parse({"kv_role": "kv_consumer"}, "kv_producer").kv_role == "kv_producer"
+def test_the_guide_names_every_option():
+    guide = (Path(__file__).parents[4] / "docs" / "users-guide.md").read_text()
+    table = guide[guide.index("## Options") : guide.index("For instance")]
+    rows = re.findall(r"^\| (`[^|]+`) \|", table, re.M)
+    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    assert named == PoolConfig.model_fields.keys() - {"kv_role"}
+
+
+def test_a_role_among_the_options_is_refused_unless_it_is_the_engines():
+    with pytest.raises(ConfigError, match=r"kv_role='kv_consumer': the role belongs beside .* 'kv_producer'"):
+        PoolConfig.parse({"kv_role": "kv_consumer"}, "kv_producer")
+    assert PoolConfig.parse({"kv_role": "kv_producer"}, "kv_producer").kv_role == "kv_producer"
+
+
+@pytest.mark.parametrize(("field", "near"), [("bakend", "backend"), ("load_timeouts", "load_timeout")])
+def test_a_misspelt_field_is_told_which_one_is_near(field, near):
+    assert f"did you mean {near}? allowed are backend, " in refused(field, 1)
+    assert "did you mean" not in refused("xyzzy", 1)
 
 
 def test_sockets_go_where_vllm_keeps_its_own(monkeypatch, tmp_path):
