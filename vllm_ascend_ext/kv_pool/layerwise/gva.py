@@ -228,7 +228,7 @@ class WriteBook:
     """Keys whose writes this rank has open, so that a step never opens what a stuck one hasn't given up yet.
 
     Also those that the store did not take back: they would be open for ever, so they are dropped later, when the store
-    does as it is told again. Which ends for a key after a few attempts that fail for it alone.
+    does as it is told again. A key for which it does not even then is given up after a few attempts.
     """
 
     def __init__(self, client: GvaClient) -> None:
@@ -262,8 +262,7 @@ class WriteBook:
     def drop(self, keys: list[str]) -> None:
         """Drop those of ``keys``, all claimed by the caller, that the store has not published; owe what it keeps."""
         with self._lock:
-            for key in keys:
-                self._debts.setdefault(key, _ATTEMPTS)
+            self._debts |= dict.fromkeys(keys, _ATTEMPTS)
         present = self._client.exists(keys, always=True)
         gone = {key for key, status in zip(keys, present.statuses, strict=True) if status is Status.OK}
         open_still = [key for key, status in zip(keys, present.statuses, strict=True) if status is Status.MISSING]
@@ -273,11 +272,7 @@ class WriteBook:
             for key, status in zip(open_still, dropped.statuses, strict=True)
             if status in (Status.OK, Status.MISSING)
         }
-        with self._lock:
-            for key in keys:
-                left = self._debts.pop(key, 1) - 1
-                if key not in gone and left:
-                    self._debts[key] = left
+        self.finished(gone)
 
     def finished(self, keys: Iterable[str]) -> None:
         """The store has done as it was told with these, so nothing is owed of them."""
@@ -286,15 +281,18 @@ class WriteBook:
                 self._debts.pop(key, None)
 
     def settle(self) -> None:
-        """Drop what is owed and nobody writes again by now."""
+        """Drop what is owed and nobody writes again by now; for when the store does as it is told."""
         with self._lock:
-            keys = [key for key in self._debts if key not in self._open]
-            self._open.update(keys)
+            attempts = {key: left - 1 for key, left in self._debts.items() if key not in self._open}
+            self._open |= attempts.keys()
         try:
-            if keys:
-                self.drop(keys)
+            if attempts:
+                self.drop(list(attempts))
+                with self._lock:
+                    self._debts |= {key: left for key, left in attempts.items() if key in self._debts}
+                self.finished([key for key, left in attempts.items() if not left])
         finally:
-            self.release(keys)
+            self.release(attempts)
 
 
 class OpenWrites:

@@ -322,4 +322,13 @@ def test_a_write_that_the_store_never_takes_back_is_forgotten_in_the_end(bench):
         bench.store.script("batch_write_finish", answering([-1]))
         bench.book.settle()
         attempts += 1
-    assert attempts == 7
+    assert attempts == 8
+
+
+def test_no_attempt_counts_while_the_store_takes_nothing():
+    bench = Bench(LaxGvaStore)
+    for _ in range(20):
+        leave_open(bench, "a")
+    assert bench.book.debts == ["a"]
+    assert bench.run(bench.save([["b"]])) == [[[OK]]]
+    bench.check_closed()
