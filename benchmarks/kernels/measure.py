@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 import statistics
 from collections.abc import Callable, Sequence
@@ -74,6 +75,12 @@ def copy_bandwidth(elements: int) -> float:
     pairs = [(torch.rand(elements, device="cuda"), torch.empty(elements, device="cuda")) for _ in range(sets)]
     time, _ = replayed([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
     return 8 * elements / time * 1e6
+
+
+def need_gpu(parser: argparse.ArgumentParser) -> None:
+    """End the command with one line where there is nothing to time on."""
+    if not torch.cuda.is_available():
+        parser.error("an NVIDIA GPU is needed, and torch sees none")
 
 
 def machine() -> dict[str, Any]:

@@ -83,9 +83,12 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("report", type=Path)
-    parser.add_argument("--plot", type=Path, help="file to draw: .svg or .png")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.report",
+        description="Turns what benchmarks.kernels.run wrote into the table of docs/kernels.md and a plot.",
+    )
+    parser.add_argument("report", type=Path, help="JSON file of benchmarks.kernels.run")
+    parser.add_argument("--plot", type=Path, help="file to draw, .svg or .png; needs matplotlib")
     options = parser.parse_args()
     report = json.loads(options.report.read_text())
     print(table(report))

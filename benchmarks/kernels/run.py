@@ -78,11 +78,15 @@ def time_workload(workload: Workload, implementations: dict[str, Callable[..., A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.run",
+        description="Times every workload on every implementation, on an NVIDIA GPU, and writes JSON.",
+    )
     parser.add_argument("--theirs", type=Path, help="directory with vllm/ and vllm_ascend/ (see theirs.py)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", help="one operation")
     options = parser.parse_args()
+    measure.need_gpu(parser)
     theirs = load(options.theirs) if options.theirs else {}
     elements = 256 * 151_936
     report: dict[str, Any] = {

@@ -92,11 +92,15 @@ def _changed(shipped: Callable[..., Any], setting: dict[str, Any], *args: Any) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.sweep",
+        description="Times each operation under many settings beside those that ship, on an NVIDIA GPU.",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--only", help="one operation")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop beginning new workloads after so long")
     options = parser.parse_args()
+    measure.need_gpu(parser)
     begin, rows = time.monotonic(), []
     for module_name, workload, settings in plans(options.only):
         if time.monotonic() - begin > options.seconds:
