@@ -96,16 +96,16 @@ class PoolConfig(BaseModel):
     @classmethod
     def parse(cls, extra: Mapping[str, Any], kv_role: str = "kv_both") -> PoolConfig:
         """Check ``extra``; raises ConfigError that lists every field that can't be used."""
+        wrong = []
         if extra.get("kv_role", kv_role) != kv_role:
-            raise ConfigError(
-                f"kv_connector_extra_config: kv_role={extra['kv_role']!r}: the role belongs beside "
-                f"kv_connector_extra_config, where it is {kv_role!r}"
-            )
+            wrong.append(f"kv_role={extra['kv_role']!r}: the role belongs beside this, where it is {kv_role!r}")
         try:
-            return cls.model_validate({**extra, "kv_role": kv_role})
+            config = cls.model_validate({**extra, "kv_role": kv_role})
         except ValidationError as error:
-            lines = [_explain(detail) for detail in error.errors()]
-            raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
+            wrong += [_explain(detail) for detail in error.errors()]
+        if wrong:
+            raise ConfigError("kv_connector_extra_config: " + "; ".join(wrong))
+        return config
 
 
 def _explain(detail: Any) -> str:

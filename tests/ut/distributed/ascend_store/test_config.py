@@ -84,8 +84,9 @@ def test_an_unknown_field_is_refused_and_the_known_ones_are_named():
 
 def test_every_fault_of_a_configuration_is_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        PoolConfig.parse({"lookup_timeout": 0, "lanes": 0, "backend": "x"})
-    assert all(field in str(caught.value) for field in ("lookup_timeout=0", "lanes=0", "backend='x'"))
+        PoolConfig.parse({"lookup_timeout": 0, "lanes": 0, "backend": "x", "kv_role": "kv_consumer"})
+    named = ("lookup_timeout=0", "lanes=0", "backend='x'", "kv_role='kv_consumer'")
+    assert all(field in str(caught.value) for field in named)
 
 
 @pytest.mark.parametrize("value", ["kv_neither", "", None])
