@@ -12,7 +12,17 @@ import tempfile
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from vllm_ascend_ext.kv_pool.errors import ConfigError
 
@@ -69,10 +79,18 @@ class PoolConfig(BaseModel):
     lanes: int = Field(2, ge=1, le=64)
     rpc_base_path: str = Field(default_factory=_rpc_base_path, min_length=1)
     local_pool_name: str = Field("vllm-ascend-ext", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    local_capacity_bytes: int = Field(1 << 30, ge=1)
+    local_capacity_bytes: int = Field(1 << 30, ge=4096, le=8 << 40)
     local_keep: bool = False  # leave the embedded pool when its last engine ends, for the next to find
     staging_slots: int = Field(4, ge=1, le=64)
     staging_slot_bytes: int = Field(64 << 20, ge=1, le=8 << 30)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_a_boolean(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic takes ``true`` for 1, and so a period of a second for one that was switched on."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation not in (bool, bool | None):
+            raise PydanticCustomError("no_boolean", "Input should not be a boolean")
+        return value
 
     @model_validator(mode="after")
     def _fields_agree(self) -> PoolConfig:

@@ -46,13 +46,13 @@ def check_path(path: str) -> None:
     if length > MAX_PATH_BYTES:
         raise ConfigError(
             f"the look-up socket's path {path!r} has {length} bytes; a Unix socket's may have {MAX_PATH_BYTES}. "
-            "Set VLLM_RPC_BASE_PATH to a shorter directory"
+            "Set rpc_base_path or VLLM_RPC_BASE_PATH to a shorter directory"
         )
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
-        raise ConfigError(f"VLLM_RPC_BASE_PATH is {directory!r}; it must be an existing directory")
+        raise ConfigError(f"rpc_base_path or VLLM_RPC_BASE_PATH is {directory!r}; it must be an existing directory")
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"VLLM_RPC_BASE_PATH is {directory!r}; it must be writable by this user")
+        raise ConfigError(f"rpc_base_path or VLLM_RPC_BASE_PATH is {directory!r}; it must be writable by this user")
 
 
 def positive_seconds(field: str, value: float) -> float:

@@ -50,7 +50,7 @@ def test_the_older_name_of_the_port_is_understood():
 
 
 @pytest.mark.parametrize("field", PERIODS)
-@pytest.mark.parametrize("value", [0, -1, -0.5, float("inf"), float("nan"), 86_401, "soon", None])
+@pytest.mark.parametrize("value", [0, -1, -0.5, float("inf"), float("nan"), 86_401, "soon", None, True, False])
 def test_a_period_is_finite_positive_and_at_most_a_day(field, value):
     message = refused(field, value)
     assert field in message
@@ -58,13 +58,18 @@ def test_a_period_is_finite_positive_and_at_most_a_day(field, value):
 
 
 @pytest.mark.parametrize("field", [*COUNTS, *LIMITS])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "many"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "many", True, False])
 def test_a_count_is_a_positive_integer(field, value):
     message = refused(field, value)
     assert f"{field}={value!r}" in message
 
 
-@pytest.mark.parametrize("value", [-1, 65_536, "port"])
+@pytest.mark.parametrize("value", [1, 4095, (8 << 40) + 1, 10**30])
+def test_the_embedded_pool_has_a_page_at_least_and_8_tib_at_most(value):
+    assert f"local_capacity_bytes={value}" in refused("local_capacity_bytes", value)
+
+
+@pytest.mark.parametrize("value", [-1, 65_536, "port", True])
 def test_a_port_is_a_port(value):
     assert f"lookup_rpc_port={value!r}" in refused("lookup_rpc_port", value)
 
