@@ -47,6 +47,7 @@ _HANDLER_THREADS = 2
 _MAX_STUCK = 8
 _WATCH_SECONDS = 1.0
 _START_SECONDS = 5.0
+_CLOSE_SECONDS = 1.0
 _FLUSH_MS = 100
 
 
@@ -77,6 +78,7 @@ class LookupKeyServer:
         self.path = path
         self.limits = limits
         self.handler_timeout_s = positive_seconds("lookup_handler_timeout", handler_timeout_s)
+        self.close_timeout_s = _CLOSE_SECONDS
         check_path(path)
         self.failed: BaseException | None = None
         self._handler = handler
@@ -107,13 +109,14 @@ class LookupKeyServer:
             self.close(timeout_s)
             raise
 
-    def close(self, timeout_s: float = 1.0) -> list[str]:
+    def close(self, timeout_s: float | None = None) -> list[str]:
         """Answer what is open with 0, stop, and give everything back; idempotent.
 
-        Returns what is still stuck after ``timeout_s``: handlers that have not returned, which can do no harm any more.
+        Returns what is still stuck after ``timeout_s`` (``close_timeout_s``, if not given): handlers that have not
+        returned, which can do no harm any more.
         """
         self._started = True
-        deadline = Deadline.after(timeout_s, self._clock)
+        deadline = Deadline.after(self.close_timeout_s if timeout_s is None else timeout_s, self._clock)
         shut = self._shut(deadline)
         stuck = self._crew.close(deadline.remaining())
         if not shut and not self._shut(deadline):

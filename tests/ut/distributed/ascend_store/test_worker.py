@@ -1,6 +1,7 @@
 """One rank's hooks: no exception leaves them, each fault is reported once, nothing untrusted is saved."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
@@ -15,7 +16,7 @@ from fixtures.memory_store import MemoryStore
 from fixtures.parts import Blocks, make_setup
 from fixtures.stores import FlakyStore, answering, changing, holding, raising, wrong_bytes
 from vllm_ascend_ext import device
-from vllm_ascend_ext.kv_pool.clock import MONOTONIC
+from vllm_ascend_ext.kv_pool.calls import State
 from vllm_ascend_ext.kv_pool.errors import ConfigError, Status
 from vllm_ascend_ext.kv_pool.groups import CacheGroup
 from vllm_ascend_ext.kv_pool.keys import Topology
@@ -56,6 +57,14 @@ class Rank:
         worker.wait_for_save(orders)
         transfers = worker.get_finished(orders, finished)
         return transfers, worker.get_block_ids_with_load_errors(), worker.take_report()
+
+    def overdue_step(self, gate, *requests):
+        """A step whose call of the store stands before ``gate`` until it is given up."""
+        with ThreadPoolExecutor(1) as threads:
+            step = threads.submit(self.step, *requests)
+            gate.wait_until_reached()
+            self.clock.advance(max(self.setup.config.load_timeout, self.setup.config.save_timeout))
+            return step.result(LONG)
 
     def fill(self, *names, blocks=(1, 2, 3, 4)):
         """Save the prompts of ``names`` from ``blocks``."""
@@ -134,10 +143,10 @@ class TestSyncLoads:
         assert rank.worker.stats.get("load_failed") == 1
 
     def test_a_load_that_outlives_its_deadline_fails_and_its_late_bytes_go_nowhere(self, tmp_path, gate):
-        rank = Rank(tmp_path, load_timeout=0.2, clock=MONOTONIC)
+        rank = Rank(tmp_path)
         rank.fill("a")
         rank.store.script("get", holding(gate))
-        _, errors, _ = rank.step(load(1, "a", 0, 8, [[11, 12]]))
+        _, errors, _ = rank.overdue_step(gate, load(1, "a", 0, 8, [[11, 12]]))
         assert errors == {11, 12}
         before = rank.memories[0].bytes.copy()
         gate.open()
@@ -328,9 +337,9 @@ class TestSaves:
         rank.worker.close()
 
     def test_an_overdue_put_never_reads_a_block_after_the_hook_has_returned(self, tmp_path, gate):
-        rank = Rank(tmp_path, save_timeout=0.2, clock=MONOTONIC)
+        rank = Rank(tmp_path)
         rank.store.script("put", holding(gate))
-        _, _, report = rank.step(save(1, "a", 0, 8, [[1, 2]]))
+        _, _, report = rank.overdue_step(gate, save(1, "a", 0, 8, [[1, 2]]))
         assert report.saved_until == {1: (0, 1)}
         rank.memories[0].bytes[:] = 0xEE
         gate.open()
@@ -569,12 +578,18 @@ class TestStartAndClose:
         rank.worker.close()
 
     def test_close_is_idempotent_and_says_what_is_stuck(self, tmp_path, gate):
-        rank = Rank(tmp_path, close_timeout=0.05, clock=MONOTONIC)
+        rank = Rank(tmp_path, topology=Topology(tp_size=2, tp_rank=1, num_kv_heads=2))  # it serves no look-ups
         rank.fill("a")
         rank.store.script("get", holding(gate))
         rank.step(load(1, "a", 0, 8, [[11, 12]], is_async=True))
         gate.wait_until_reached()
-        assert rank.worker.close() == ["load of a (job 1)"]
+        with ThreadPoolExecutor(1) as threads:
+            closing, loads = threads.submit(rank.worker.close), rank.worker._path.recving._lanes
+            with loads._condition:
+                assert loads._condition.wait_for(lambda: loads.state is State.CLOSING, LONG)
+            while loads.state is State.CLOSING:  # its deadline may be made only now
+                rank.clock.advance(rank.setup.config.close_timeout)
+            assert closing.result(LONG) == ["load of a (job 1)"]
         assert rank.worker.stats.get("close_stuck") == 1
         gate.open()
         gate.wait_until_passed()

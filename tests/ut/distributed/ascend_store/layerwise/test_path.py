@@ -4,6 +4,7 @@ The clock stands still in most tests: a wait that ends has been ended by what ha
 """
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from fixtures.footprint import footprint
 from fixtures.gates import Gate
 from fixtures.layer_rank import LAYERS, LayerRank
 from fixtures.stores import answering, holding, raising
-from vllm_ascend_ext.kv_pool.clock import MONOTONIC
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta
 
 
@@ -212,19 +212,16 @@ class TestFailedSave:
     def test_event_that_is_never_reached(self, tmp_path):
         """The device hangs: the save is given up, the step goes on, and nothing is published later."""
         gate = Gate()
-        rank = LayerRank(
-            tmp_path,
-            checksum=True,
-            clock=MONOTONIC,
-            save_timeout=0.2,
-            new_event=lambda: ScriptedEvent(on_synchronize=gate),
-        )
+        rank = LayerRank(tmp_path, checksum=True, new_event=lambda: ScriptedEvent(on_synchronize=gate))
         request = rank.request("a", [1, 2, 3, 4])
         orders = rank.orders((request, None, (0, 16)))
-        with gate:
+        with gate, ThreadPoolExecutor(1) as threads:
             rank.forward(orders, [(request, 0, 16)])
             gate.wait_until_reached()
-            _, report = rank.finish(orders)
+            finishing = threads.submit(rank.finish, orders)
+            while not wait([finishing], 0.001).done:  # its deadline is made in there
+                rank.clock.advance(rank.setup.config.save_timeout)
+            _, report = finishing.result()
             assert list(report.saved_until.values()) == [(0, 1)]
         rank.check_given_back()
         assert rank.pool.published() == []

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from fixtures.dripping_server import DrippingServer
-from fixtures.lookup_answers import BAD_ANSWERS, answer, dies, held, late, script, silent
+from fixtures.lookup_answers import BAD_ANSWERS, answer, dies, held, late, script, silent, until
 from fixtures.lookup_server import AsyncFakeLookupServer, FakeLookupServer
 from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.lookup import LookupKeyClient, WireError
@@ -174,7 +174,8 @@ def test_the_end_of_an_outage_is_told_and_the_next_outage_is_a_new_line(
 
 
 def ask_in_vain(client: LookupKeyClient, server: FakeLookupServer, clock: DrivenClock, received: int) -> None:
-    """Until the server has ``received`` questions, none of which it answers."""
+    """Until the server has ``received`` questions, none of which it answers. It may take more of them: one that it gets
+    late, on a busy machine, is given up and asked again."""
     while len(server.requests) < received:
         assert client.lookup(256, [b"\xab"]) == 0
         clock.time += BACKOFF
@@ -183,8 +184,10 @@ def ask_in_vain(client: LookupKeyClient, server: FakeLookupServer, clock: Driven
 def test_the_answer_to_a_question_that_timed_out_is_never_the_answer_to_a_later_one(
     path: str, client: LookupKeyClient, stats: Stats, hashes: list[bytes], clock: DrivenClock
 ) -> None:  # A29
-    with FakeLookupServer(path, script(held(answer(64)), then=answer(128))) as server:
+    answers = threading.Event()
+    with FakeLookupServer(path, until(answers, held(answer(64)), then=answer(128))) as server:
         ask_in_vain(client, server, clock, 1)
+        answers.set()
         server.release()
         client.timeout_s = PATIENCE
         assert client.lookup(256, hashes) == 128
@@ -196,8 +199,10 @@ def test_the_answer_to_a_question_that_timed_out_is_never_the_answer_to_a_later_
 def test_late_answers_that_come_with_no_question_open_are_not_taken_either(
     path: str, client: LookupKeyClient, hashes: list[bytes], clock: DrivenClock
 ) -> None:
-    with FakeLookupServer(path, script(held(answer(64)), held(answer(96)), then=answer(128))) as server:
+    answers, late_ones = threading.Event(), script(held(answer(64)), then=held(answer(96)))
+    with FakeLookupServer(path, until(answers, late_ones, then=answer(128))) as server:
         ask_in_vain(client, server, clock, 2)
+        answers.set()
         server.release()
         client.timeout_s = PATIENCE
         assert client.lookup(256, hashes) == 128
@@ -376,7 +381,7 @@ def test_close_ends_a_question_in_mid_call_from_any_thread(path: str, stats: Sta
         asker = threading.Thread(target=lambda: hits.append(client.lookup(256, hashes)))
         asker.start()
         server.wait_for_requests(1)
-        assert client.close(1.0) == []
+        assert client.close(PATIENCE) == []
         asker.join(PATIENCE)
     assert hits == [0]
     assert stats.snapshot() == {"lookup_closed": 1}
@@ -390,7 +395,7 @@ def test_a_question_that_waits_for_another_ends_with_close_too(path: str, stats:
         for asker in askers:
             asker.start()
         server.wait_for_requests(1)
-        assert client.close(1.0) == []
+        assert client.close(PATIENCE) == []
         for asker in askers:
             asker.join(PATIENCE)
     assert hits == [0] * 4
@@ -481,12 +486,14 @@ def test_an_argument_that_cannot_be_sent_is_the_callers_error(patient: LookupKey
 async def test_the_client_beside_an_asyncio_server(
     path: str, client: LookupKeyClient, hashes: list[bytes], clock: DrivenClock
 ) -> None:
-    async with AsyncFakeLookupServer(path, script(held(answer(64)), then=answer(128))) as server:
+    answers = threading.Event()
+    async with AsyncFakeLookupServer(path, until(answers, held(answer(64)), then=answer(128))) as server:
         while not server.requests:
             assert await asyncio.to_thread(client.lookup, 256, hashes) == 0
             clock.time += BACKOFF
+        answers.set()
         await server.release()
         client.timeout_s = PATIENCE
         assert await asyncio.to_thread(client.lookup, 256, hashes) == 128
-        assert len(await server.received(2)) == 2
+        await server.received(2)
     await asyncio.get_running_loop().shutdown_default_executor()
