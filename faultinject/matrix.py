@@ -111,6 +111,12 @@ class Matrix:
         return [row["site"] for row in self.sites() if not row["reached"]]
 
     @property
+    def untried(self) -> list[str]:
+        """Explored sites that were hit although no fault could be injected: their actions are for other roles."""
+        explored = set().union(*self.explored.values())
+        return [row["site"] for row in self.sites() if row["hits"] and not row["cells"] and row["site"] in explored]
+
+    @property
     def passing_waivers(self) -> list[dict[str, Any]]:
         """Waivers whose injections all ran and none needed it: the issue may be closed, and the waiver must go."""
         return [waiver for waiver in self._judged_waivers() if waiver["matched"] and not waiver["waived"]]
@@ -167,6 +173,7 @@ class Matrix:
             "busy_seconds": round(self.busy_seconds, 3),
             "scenarios": list(self.hits),
             "unreached": self.unreached,
+            "untried": self.untried,
             "capped": [
                 {"scenario": scenario, "site": site, "role": role, "seen": seen}
                 for (scenario, site, role), seen in sorted(self.capped.items())

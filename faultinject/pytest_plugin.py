@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help=f"write the fault matrix as JSON to PATH and as a page beside it (default: {_DEFAULT_MATRIX})",
     )
-    group.addoption("--fault-fail-unreached", action="store_true", help="fail if a declared site was never reached")
+    group.addoption("--fault-fail-unreached", action="store_true", help="fail if a site was never reached or tried")
     group.addoption("--fault-max-ordinals", type=int, metavar="N", help="visit at most N ordinals of a site and role")
     group.addoption("--fault-target", default="", metavar="NAME", help="what is being tested, for the matrix")
     group.addoption(
@@ -190,8 +190,8 @@ class _Plugin:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.is_worker or not self.matrix.hits:
             return
-        unreached = self.config.getoption("--fault-fail-unreached") and self.matrix.unreached
-        if session.exitstatus == pytest.ExitCode.OK and (unreached or self.matrix.passing_waivers):
+        gaps = self.config.getoption("--fault-fail-unreached") and (self.matrix.unreached or self.matrix.untried)
+        if session.exitstatus == pytest.ExitCode.OK and (gaps or self.matrix.passing_waivers):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         given = self.config.getoption("--fault-matrix")
         if self.matrix.injections and (given or self.token is None):
@@ -275,6 +275,8 @@ def _footer(matrix: Matrix, fail_unreached: bool) -> list[str]:
         lines.append(f"... and {len(broken) - _SHOWN} more broken injections, see the matrix")
     if matrix.unreached:
         lines.append(f"{'FAILED: ' * fail_unreached}sites never reached: {', '.join(matrix.unreached)}")
+    if matrix.untried:
+        lines.append(f"{'FAILED: ' * fail_unreached}sites reached, and no fault injected: {', '.join(matrix.untried)}")
     for waiver in matrix.passing_waivers:
         name = f"{waiver['pattern']} ({waiver['issue']})"
         lines.append(f"FAILED: waiver {name}: all {waiver['matched']} injections pass, remove it")

@@ -286,6 +286,16 @@ def test_an_unreached_site_is_listed_and_can_fail_the_run(pytester: pytest.Pytes
     result.stdout.fnmatch_lines(["FAILED: sites never reached: store.undo"])
 
 
+def test_so_can_a_site_that_is_reached_without_a_fault(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it=GOOD.replace("fi.Kill()", 'fi.Kill(roles=("nobody",))'))
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["sites reached, and no fault injected: store.undo"])
+    assert matrix_of(pytester)["untried"] == ["store.undo"]
+    assert pytester.runpytest_inprocess("--fault-fail-unreached").ret == pytest.ExitCode.TESTS_FAILED
+    assert pytester.runpytest_inprocess("--fault-fail-unreached", "-k", "store.put").ret == pytest.ExitCode.OK
+
+
 WAIVED = BROKEN.replace("fi.Drop()))])", 'fi.Drop()))], waivers=[fi.Waiver({0!r}, issue="#7", outcome={1!r})])')
 
 
