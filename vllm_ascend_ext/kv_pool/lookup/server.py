@@ -103,7 +103,7 @@ class LookupKeyServer:
         self._started = True
         try:
             self._wake.open()
-            self._socket = _Socket(self.path, self._wake.descriptor)
+            self._socket = _Socket(self.path, self._wake.descriptor, self._clock)
             self._crew.start(timeout_s)
         except BaseException:
             self.close(timeout_s)
@@ -240,8 +240,9 @@ class _Question:
 class _Socket:
     """The claimed path and the ROUTER that listens on it. All but ``wait`` needs the server's lock."""
 
-    def __init__(self, path: str, wake: int) -> None:
+    def __init__(self, path: str, wake: int, clock: Clock) -> None:
         self.path = path
+        self._watch = Deadline.after(_WATCH_SECONDS, clock)
         self._endpoint = claim(path)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = select.poll()
@@ -259,7 +260,10 @@ class _Socket:
             raise
 
     def receive(self) -> list[Buffer] | None:
-        """The next message, or None: then ``wait`` tells of the next one."""
+        """The next message, or None: then ``wait`` tells of the next one. PoolError as from ``wait``."""
+        if self._watch.expired:  # one that is never idle must notice it, too
+            self._check_path()
+            self._watch = Deadline.after(_WATCH_SECONDS, self._watch.clock)
         return recv_frames(self._router) if readable(self._router) else None
 
     def send(self, message: Sequence[bytes]) -> bool:
@@ -273,7 +277,11 @@ class _Socket:
 
     def wait(self, seconds: float) -> None:
         """Return when there may be a message, or it is woken; PoolError if nobody can find the path any more."""
-        if not self._poller.poll(math.ceil(seconds * 1000)) and not self._endpoint.is_ours():
+        if not self._poller.poll(math.ceil(seconds * 1000)):
+            self._check_path()
+
+    def _check_path(self) -> None:
+        if not self._endpoint.is_ours():
             raise PoolError(f"the socket file {self.path!r} was removed or replaced")
 
     def close(self, messages: Sequence[Sequence[bytes]]) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 import zmq
@@ -23,6 +23,9 @@ from vllm_ascend_ext.kv_pool.errors import ConfigError, NotRunning, PoolError
 from vllm_ascend_ext.kv_pool.lookup import LookupKeyClient, LookupKeyServer, LookupRequest
 from vllm_ascend_ext.kv_pool.lookup import server as server_module
 from vllm_ascend_ext.kv_pool.observe import Stats
+
+if TYPE_CHECKING:
+    from conftest import DrivenClock
 
 OVERDUE = 0.1
 """A handler's deadline that a test waits out."""
@@ -240,6 +243,21 @@ def test_a_socket_file_that_was_removed_or_replaced_is_noticed(path: str, replac
     assert os.path.exists(path) == replaced
     if replaced:
         os.unlink(path)
+
+
+def test_so_it_is_by_one_that_is_never_idle(path: str, clock: DrivenClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats, period = NotedFailure(), 10 * PATIENCE
+    monkeypatch.setattr(server_module, "_WATCH_SECONDS", period)  # it is not idle for as long as this
+    with serving(path, stats=stats, clock=clock) as server, Peer(path) as peer:
+        peer.ask(GOOD)
+        assert peer.answer() == reply(64)
+        os.unlink(path)
+        peer.ask(GOOD)
+        assert peer.answer() == reply(64)
+        clock.time += period
+        peer.ask(GOOD)
+        assert stats.failed.wait(PATIENCE)
+        assert isinstance(server.failed, PoolError)
 
 
 SERVER = """
