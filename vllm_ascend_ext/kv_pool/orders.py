@@ -8,10 +8,10 @@ import numpy as np
 
 from vllm_ascend_ext.kv_pool.coordinator import NULL_BLOCK, AscendStoreCoordinator
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
+from vllm_ascend_ext.kv_pool.jobs import GroupBlocks, TransferJob
 from vllm_ascend_ext.kv_pool.layout import IntArray
 from vllm_ascend_ext.kv_pool.requests import ReqMeta
 from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
-from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, TransferJob
 
 
 class Orders:

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
+from vllm_ascend_ext.kv_pool.jobs import GroupBlocks, JobResult, TransferJob
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta, StoredBlock, WorkerReport
 from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase
-from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, JobResult, TransferJob
 
 
 class Outcomes:

@@ -16,6 +16,7 @@ from vllm_ascend_ext.kv_pool.calls import Call
 from vllm_ascend_ext.kv_pool.clock import Clock, Deadline
 from vllm_ascend_ext.kv_pool.errors import Cancelled, ClosedError, DeadlineExceeded, Status
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
+from vllm_ascend_ext.kv_pool.jobs import TransferJob
 from vllm_ascend_ext.kv_pool.layerwise.batches import LayerPlan
 from vllm_ascend_ext.kv_pool.layerwise.gate import StepEnded
 from vllm_ascend_ext.kv_pool.layerwise.step import LayerLoad, LayerSave, LayerStep, LayerTransfer
@@ -32,7 +33,6 @@ from vllm_ascend_ext.kv_pool.observe import Stats
 from vllm_ascend_ext.kv_pool.orders import Orders
 from vllm_ascend_ext.kv_pool.outcomes import Outcomes
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta
-from vllm_ascend_ext.kv_pool.transfer.job import TransferJob
 from vllm_ascend_ext.kv_pool.transfer.worker_thread import Ticket
 
 

@@ -17,11 +17,11 @@ from vllm_ascend_ext.device import Event
 from vllm_ascend_ext.kv_pool.calls import Call
 from vllm_ascend_ext.kv_pool.clock import Deadline
 from vllm_ascend_ext.kv_pool.errors import Cancelled, Status
+from vllm_ascend_ext.kv_pool.jobs import JobResult, TransferJob, status_of
 from vllm_ascend_ext.kv_pool.layerwise.batches import LayerPlan
 from vllm_ascend_ext.kv_pool.layerwise.gate import AttentionComputeStartGate, Signal
 from vllm_ascend_ext.kv_pool.layout import IntArray
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta
-from vllm_ascend_ext.kv_pool.transfer.job import JobResult, TransferJob, status_of
 
 Mask = npt.NDArray[np.bool_]
 

@@ -23,6 +23,7 @@ from vllm_ascend_ext.kv_pool.clock import Clock, Deadline
 from vllm_ascend_ext.kv_pool.errors import Cancelled, NotRunning, Status
 from vllm_ascend_ext.kv_pool.fence import Fence
 from vllm_ascend_ext.kv_pool.groups import PoolSetup
+from vllm_ascend_ext.kv_pool.jobs import JobResult, TransferJob
 from vllm_ascend_ext.kv_pool.layerwise.batches import LayerBatchBuilder, LayerPlan, Ranges
 from vllm_ascend_ext.kv_pool.layerwise.copying import BlockCodes, LimitedCopier
 from vllm_ascend_ext.kv_pool.layerwise.gva import LeaseBook, Leases, OpenWrites, WriteBook, prepare_load
@@ -30,7 +31,6 @@ from vllm_ascend_ext.kv_pool.layerwise.step import BlockRows, LayerLoad, LayerSa
 from vllm_ascend_ext.kv_pool.layout import BlockLayout, IntArray
 from vllm_ascend_ext.kv_pool.observe import Stats
 from vllm_ascend_ext.kv_pool.token_database import ChunkedTokenDatabase, Naming
-from vllm_ascend_ext.kv_pool.transfer.job import JobResult, TransferJob
 from vllm_ascend_ext.kv_pool.transfer.worker_thread import KVCacheTransferThread, TransferThread
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_ascend_ext.kv_pool.errors import Status
 from vllm_ascend_ext.kv_pool.fence import Fence
-from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, JobResult, TransferJob
+from vllm_ascend_ext.kv_pool.jobs import GroupBlocks, JobResult, TransferJob
 from vllm_ascend_ext.kv_pool.transfer.worker_thread import KVCacheTransferThread
 
 

@@ -16,9 +16,9 @@ from vllm_ascend_ext.kv_pool.calls import Call, Lanes, State
 from vllm_ascend_ext.kv_pool.clock import Clock, Deadline
 from vllm_ascend_ext.kv_pool.errors import DeadlineExceeded, NotRunning
 from vllm_ascend_ext.kv_pool.fence import Fence
+from vllm_ascend_ext.kv_pool.jobs import GroupBlocks, JobResult, TransferJob
 from vllm_ascend_ext.kv_pool.layout import BlockLayout
 from vllm_ascend_ext.kv_pool.observe import Stats
-from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, JobResult, TransferJob
 
 
 class Ticket:

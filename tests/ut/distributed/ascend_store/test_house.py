@@ -37,7 +37,7 @@ FLOORS = {
     "coordinator": 3,
     "token_database": 3,
     "hits": 3,
-    "transfer.job": 3,
+    "jobs": 3,
     "orders": 3,
     "reuse": 3,
     "shards": 3,

@@ -25,12 +25,12 @@ from vllm_ascend_ext.kv_pool.backend.client import Answer, StoreClient
 from vllm_ascend_ext.kv_pool.clock import Deadline
 from vllm_ascend_ext.kv_pool.errors import Status
 from vllm_ascend_ext.kv_pool.fence import Fence
+from vllm_ascend_ext.kv_pool.jobs import JobResult, TransferJob
 from vllm_ascend_ext.kv_pool.lookup import LookupKeyClient, LookupKeyServer, lookup_path
 from vllm_ascend_ext.kv_pool.lookup.client import _Channel
 from vllm_ascend_ext.kv_pool.observe import Stats
 from vllm_ascend_ext.kv_pool.requests import ScheduledRequest, ScheduledStep, WorkerReport
 from vllm_ascend_ext.kv_pool.scheduler import KVPoolScheduler
-from vllm_ascend_ext.kv_pool.transfer.job import JobResult, TransferJob
 from vllm_ascend_ext.kv_pool.transfer.sending import KVCacheStoreSendingThread
 from vllm_ascend_ext.kv_pool.transfer.worker_thread import KVCacheTransferThread, Ticket
 

@@ -11,11 +11,11 @@ from fixtures.stores import answering, changing, raising
 from vllm_ascend_ext.kv_pool.backend.client import StoreClient
 from vllm_ascend_ext.kv_pool.backend.gva_client import GvaClient
 from vllm_ascend_ext.kv_pool.errors import Status
+from vllm_ascend_ext.kv_pool.jobs import GroupBlocks, TransferJob
 from vllm_ascend_ext.kv_pool.layerwise.batches import LayerPlan
 from vllm_ascend_ext.kv_pool.layerwise.gva import LeaseBook, prepare_load
 from vllm_ascend_ext.kv_pool.layerwise.step import LayerLoad
 from vllm_ascend_ext.kv_pool.observe import Stats
-from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, TransferJob
 
 OK, MISSING, FAILED = Status.OK, Status.MISSING, Status.FAILED
 

@@ -9,11 +9,11 @@ from fixtures.clock import ManualClock
 from fixtures.device_events import ScriptedEvent
 from vllm_ascend_ext.kv_pool.clock import Deadline
 from vllm_ascend_ext.kv_pool.errors import Cancelled, ClosedError, DeadlineExceeded, Status
+from vllm_ascend_ext.kv_pool.jobs import GroupBlocks, TransferJob
 from vllm_ascend_ext.kv_pool.layerwise.batches import LayerPlan
 from vllm_ascend_ext.kv_pool.layerwise.gate import StepEnded
 from vllm_ascend_ext.kv_pool.layerwise.step import LayerLoad, LayerSave, LayerStep
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata
-from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, TransferJob
 
 OK, FAILED, TIMEOUT, CANCELLED = Status.OK, Status.FAILED, Status.TIMEOUT, Status.CANCELLED
 PLAN = LayerPlan(((0, 0), (0, 1), (0, 2), (0, 3)), (None, None, 0, 1), (True,) * 4)

@@ -13,8 +13,8 @@ from vllm_ascend_ext.kv_pool.backend.client import StoreClient
 from vllm_ascend_ext.kv_pool.calls import State
 from vllm_ascend_ext.kv_pool.clock import Deadline
 from vllm_ascend_ext.kv_pool.errors import NotRunning, Status
+from vllm_ascend_ext.kv_pool.jobs import GroupBlocks, TransferJob
 from vllm_ascend_ext.kv_pool.observe import Stats
-from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, TransferJob
 from vllm_ascend_ext.kv_pool.transfer.recving import KVCacheStoreRecvingThread
 from vllm_ascend_ext.kv_pool.transfer.sending import KVCacheStoreSendingThread
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vllm_ascend_ext.kv_pool.errors import Cancelled, ClosedError, DeadlineExceeded, NotRunning, Status
-from vllm_ascend_ext.kv_pool.transfer.job import GroupBlocks, JobResult, TransferJob, status_of
+from vllm_ascend_ext.kv_pool.jobs import GroupBlocks, JobResult, TransferJob, status_of
 
 
 def part(group, *block_ids):
