@@ -202,7 +202,7 @@ def test_a_budget_that_runs_out_makes_the_result_incomplete() -> None:
 
 
 def test_it_goes_on_after_a_broken_injection() -> None:
-    @fi.scenario(sites=[fi.Site("store.put", (fi.Raise(OSError),))], deadline=0.3, grace=0.2)
+    @fi.scenario(sites=[fi.Site("store.put", (fi.Raise(OSError),))], deadline=2, grace=0.2)
     def hangs_once(run: fi.Run) -> None:
         store = run.wrap(Store(), "store")
         failures = []

@@ -440,7 +440,7 @@ STUCK = (
     + """
 from concurrent.futures import ThreadPoolExecutor
 
-@fi.scenario(sites=[fi.Site("store.put", (fi.Raise(OSError),))], deadline=0.3, grace=0.2)
+@fi.scenario(sites=[fi.Site("store.put", (fi.Raise(OSError),))], deadline=2, grace=0.2)
 def test_hang(run):
     store, never = run.wrap(Store(), "store"), threading.Event()
     pool = ThreadPoolExecutor(1)

@@ -196,7 +196,7 @@ def test_an_interrupt_frees_everything_and_stops_the_run(monkeypatch: pytest.Mon
 def test_many_hangs_leave_the_session_usable() -> None:
     """A hang at every hit: each is judged for itself, and the threads of none pile up."""
 
-    @fi.scenario(name="fragile", sites=[fi.Site("store.put", (fi.Raise(OSError), fi.Kill()))], deadline=0.2, grace=0.2)
+    @fi.scenario(name="fragile", sites=[fi.Site("store.put", (fi.Raise(OSError), fi.Kill()))], deadline=0.7, grace=0.2)
     def fragile(run: fi.Run) -> None:
         store, done = run.wrap(Store(), "store"), threading.Event()
 
