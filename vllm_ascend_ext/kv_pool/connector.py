@@ -50,6 +50,7 @@ from vllm_ascend_ext.kv_pool.requests import (
     WorkerReport,
 )
 from vllm_ascend_ext.kv_pool.scheduler import KVPoolScheduler
+from vllm_ascend_ext.kv_pool.trust import EndedTables
 from vllm_ascend_ext.kv_pool.worker import KVPoolWorker
 
 if TYPE_CHECKING:
@@ -178,31 +179,6 @@ class Announcer:
             if request.lora_request is not None:
                 event.lora_id, event.lora_name = request.lora_request.adapter_id, request.lora_request.name
         return event
-
-
-class EndedTables:
-    """Blocks of requests that ended while a step of theirs was under way, whose loads may turn out to have failed."""
-
-    def __init__(self, steps_under_way: int) -> None:
-        self._steps_under_way = steps_under_way
-        self._planned = 0
-        self._tables: list[tuple[int, Sequence[int]]] = []  # with the step that was planned last
-
-    def next_step(self) -> None:
-        """Another step is planned: all but the last few have been reported."""
-        self._planned += 1
-        reported = self._planned - self._steps_under_way
-        self._tables = [(step, table) for step, table in self._tables if step > reported]
-
-    def add(self, block_ids: Sequence[int]) -> None:
-        self._tables.append((self._planned, block_ids))
-
-    def behind(self, invalid: set[int]) -> set[int]:
-        """In each table the first of the ``invalid`` blocks, and all that was computed on it."""
-        firsts = (
-            (table, next((i for i, block in enumerate(table) if block in invalid), None)) for _, table in self._tables
-        )
-        return {block for table, first in firsts if first is not None for block in table[first:]}
 
 
 @dataclass

@@ -296,10 +296,7 @@ class _Socket:
 
 
 def _checked(value: object, token_len: int) -> int:
-    try:
-        hit = as_int(value)
-    except TypeError:  # arrays and tensors of more than one entry
-        hit = None
+    hit = as_int(value)
     if hit is None:
         raise BadAnswer(f"the look-up handler gave a {type(value).__name__} where an integer was due")
     if not 0 <= hit <= token_len:

@@ -1,5 +1,6 @@
 """Putting a pool together: what the configuration names, or a clear error with nothing half-started."""
 
+import os
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ from fixtures.memory_store import MemoryStore
 from fixtures.parts import make_setup
 from fixtures.stores import FlakyStore, raising
 from vllm_ascend_ext.kv_pool import factory
+from vllm_ascend_ext.kv_pool.backend.local import destroy
 from vllm_ascend_ext.kv_pool.config import PoolConfig
 from vllm_ascend_ext.kv_pool.errors import ConfigError
 from vllm_ascend_ext.kv_pool.factory import make_backend, make_scheduler, make_worker
@@ -27,6 +29,17 @@ def pool_threads():
 
 def test_the_backend_is_the_one_that_the_configuration_names(store):
     assert make_backend(PoolConfig(backend="local")) is store
+
+
+def test_the_embedded_store_gets_its_options():
+    name = f"factory-test-{os.getpid()}"
+    config = PoolConfig(backend="local", local_pool_name=name, local_capacity_bytes=1 << 20, local_keep=True)
+    store = make_backend(config)
+    try:
+        assert store.stats()["capacity_bytes"] == 1 << 20
+    finally:
+        store.close()
+        assert destroy(name), "it was to be kept"
 
 
 def test_a_backend_that_is_not_built_is_refused_and_the_others_are_named(monkeypatch):

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_ext.kv_pool.requests import ScheduledRequest
-from vllm_ascend_ext.kv_pool.trust import Trust
+from vllm_ascend_ext.kv_pool.trust import EndedTables, Trust
 
 BLOCK = 4
 
@@ -123,3 +123,28 @@ def test_whatever_is_planned_nobody_builds_on_a_wrong_token_unreported(lost, ste
 def tokens(request, start, end):
     """(block, offset in it) of the tokens ``start`` to ``end``."""
     return {(request.block_ids[0][token // BLOCK], token % BLOCK) for token in range(start, end)}
+
+
+# -- requests that ended while a step of theirs was under way ----------------------------------------------------------
+
+
+def test_of_an_ended_table_the_first_invalid_block_and_all_behind_it_are_named():
+    ended = EndedTables(1)
+    ended.next_step()
+    ended.add([1, 2, 3, 4])
+    ended.add([1, 7, 3])
+    assert ended.behind({3, 7}) == {3, 4, 7}
+    assert ended.behind({9}) == set()
+
+
+def test_a_table_is_forgotten_once_the_steps_that_were_under_way_are_reported():
+    ended = EndedTables(2)
+    ended.next_step()
+    ended.add([1, 2])
+    ended.next_step()
+    ended.add([5])
+    assert ended.behind({1, 5}) == {1, 2, 5}
+    ended.next_step()
+    assert ended.behind({1, 5}) == {5}
+    ended.next_step()
+    assert ended.behind({1, 5}) == set()

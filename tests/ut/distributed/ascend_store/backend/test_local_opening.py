@@ -262,3 +262,13 @@ def test_a_living_process_s_client_cannot_be_taken_over(local_pool):
     with pytest.raises(RuntimeError, match=r"client 0 of .* belongs to another process"):
         local_pool.open().backend._session.segment.claim(0)
     other.communicate("\n", timeout=60)
+
+
+def test_a_folder_with_something_else_in_it_stays_and_is_told_of(local_pool, caplog):
+    caplog.set_level("INFO")
+    client = local_pool.connect()
+    (local_pool.folder / "notes").write_text("mine")
+    client.close()
+    assert [path.name for path in local_pool.folder.iterdir()] == ["notes"]
+    assert f"{local_pool.folder} stays" in caplog.text
+    shutil.rmtree(local_pool.folder)

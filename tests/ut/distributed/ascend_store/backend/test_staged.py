@@ -478,3 +478,10 @@ def test_an_engine_that_refuses_the_staging_memory_is_closed(store):
     with pytest.raises(ConfigError, match="no"):
         DictBackend(store)
     assert store.closed == 1
+
+
+def test_no_keys_ask_the_engine_nothing(backend, store):
+    nothing = np.zeros((0, 1), np.int64)
+    assert backend.put([], nothing, nothing, open_fence()) == []
+    assert backend.get([], nothing, nothing, open_fence()) == []
+    assert store.asked == []

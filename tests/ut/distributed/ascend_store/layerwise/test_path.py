@@ -16,6 +16,7 @@ from fixtures.footprint import footprint
 from fixtures.gates import Gate
 from fixtures.layer_rank import LAYERS, LayerRank
 from fixtures.stores import answering, holding, raising
+from vllm_ascend_ext.kv_pool.clock import Deadline
 from vllm_ascend_ext.kv_pool.requests import PoolMetadata, ReqMeta
 
 
@@ -305,6 +306,26 @@ def test_orders_that_make_no_sense_fail_their_request_alone(rank):
     assert errors == {15, 16, 17, 18}
     assert report.failed_loads == {orders.requests[0].load.job_id}
     assert rank.right(good, 16)
+
+
+def test_an_asynchronous_load_whose_orders_make_no_sense_fails_as_a_whole(rank):
+    orders = rank.orders((rank.request("z", [15, 16, 17, 18]), 16, None))
+    request = ReqMeta("z", orders.requests[0].block_ids, (), orders.requests[0].load)  # no hashes
+    result = rank.worker._path.submit_load(request, Deadline.after(60.0)).result()
+    assert [int(part.block_ids[at]) for part, at, _ in result.failures()] == [15, 16, 17, 18]
+
+
+def test_a_save_whose_orders_make_no_sense_is_told_of_and_leaves_the_others_alone(rank, caplog):
+    good, bad = rank.request("a", [1, 2, 3, 4]), rank.request("z", [5, 6, 7, 8])
+    orders = rank.orders((bad, None, (0, 16)), (good, None, (0, 16)))
+    orders.requests[0] = ReqMeta("z", orders.requests[0].block_ids, (), None, orders.requests[0].save)  # no hashes
+    rank.forward(orders, [(good, 0, 16), (bad, 0, 16)])
+    errors, report = rank.finish(orders)
+    assert errors == set()
+    assert report.saved_until[orders.requests[1].save.job_id] == (16, 1)
+    assert report.saved_until[orders.requests[0].save.job_id] == (0, 1)
+    assert "save_failed [requests: z]" in caplog.text
+    rank.check_given_back()
 
 
 def test_a_block_outside_the_cache_is_never_written_to(rank):
