@@ -102,7 +102,8 @@ class StagedBackend(Backend):
     def put(self, keys: Sequence[str], addrs: Addresses, sizes: Addresses, fence: Fence) -> list[int]:
         """CANCELLED, and nothing is put, if the fence is revoked before all of a round's bytes were taken.
 
-        INVALID for a value that is larger than a slot. Raises DeadlineExceeded if no slot came free.
+        INVALID for a value without bytes, and one that is larger than a slot. Raises DeadlineExceeded if no slot came
+        free.
         """
         return self._in_rounds("put", keys, addrs, sizes, fence, self._put)
 
@@ -143,6 +144,7 @@ class StagedBackend(Backend):
             if not len(keys):
                 return []
             totals = sizes.sum(axis=1)
+            codes[totals <= 0] = Status.INVALID.value
             codes[totals > self._staging.slot_bytes] = self._too_large(int(totals.max()))
             with self._staging.slot(f"{what} of {len(keys)} keys", self._slot_timeout) as slot:
                 for chosen in _rounds(totals, self._staging.slot_bytes):
@@ -189,8 +191,9 @@ class StagedBackend(Backend):
 
 
 def _rounds(totals: Ints, room: int) -> Iterator[Ints]:
-    """The keys in order, as many at a time as take at most ``room`` bytes together; those that never fit left out."""
-    fitting = np.flatnonzero(totals <= room)
+    """The keys in order, as many at a time as take at most ``room`` bytes together; without those that never fit, and
+    those of no bytes."""
+    fitting = np.flatnonzero((totals > 0) & (totals <= room))
     while len(fitting):
         count = int(np.searchsorted(np.cumsum(totals[fitting]), room, side="right"))
         yield fitting[:count]

@@ -112,6 +112,17 @@ def test_a_call_without_keys_is_no_error(client):
     assert list(client.backend.get([], nothing, nothing, open_fence())) == []
 
 
+def test_a_value_without_bytes_is_invalid_and_its_neighbours_are_not(client):
+    memory = client.memory(3, SIZE)
+    memory.write([A, B, C])
+    starts = np.array([[address] for address in memory.addresses], np.int64).reshape(3, 1)
+    sizes = np.array([[SIZE], [0], [SIZE]], np.int64)
+    for call in (client.backend.put, client.backend.get):
+        codes = call(["a", "b", "c"], starts, sizes, open_fence())
+        assert client.statuses(codes) == [Status.OK, Status.INVALID, Status.OK]
+    assert client.exists("a", "b", "c") == [1, 0, 1]
+
+
 def test_a_put_behind_a_revoked_fence_publishes_nothing(client):
     assert client.put({"a": A, "b": B}, revoked_fence()) == [Status.CANCELLED] * 2
     assert client.exists("a", "b") == [0, 0]
