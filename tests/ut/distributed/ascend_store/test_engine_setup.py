@@ -292,3 +292,10 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 def test_layers_in_the_order_of_the_forward_pass() -> None:
     groups = [["model.layers.1.attn", "model.layers.10.attn"], ["model.layers.0.attn", "model.layers.2.attn"]]
     assert list(forward_order(groups).values()) == [(1, 0), (0, 0), (1, 1), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads_first"), [("", False), ("LNC", False), ("BHNC", True), ("BNHC", False), ("HBN", None)]
+)
+def test_where_heads_lie_is_read_off_the_layouts_name(layout, heads_first):
+    assert block_layouts([["a"]], {"a": cache()}, BLOCKS, layout)[0].heads_first is heads_first

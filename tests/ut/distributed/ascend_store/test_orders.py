@@ -5,6 +5,7 @@ import pytest
 
 from fixtures.layer_rank import LayerRank
 from fixtures.parts import make_setup
+from vllm_ascend_ext.kv_pool.coordinator import NULL_BLOCK
 from vllm_ascend_ext.kv_pool.groups import CacheGroup
 from vllm_ascend_ext.kv_pool.orders import Orders
 from vllm_ascend_ext.kv_pool.requests import LoadSpec, PoolMetadata, ReqMeta, SaveSpec
@@ -104,3 +105,12 @@ def test_a_save_got_no_further_than_the_blocks_that_there_are(tmp_path, kind):
     rank.forward(orders)
     assert list(rank.finish(orders)[1].saved_until.values()) == [(12, 1)]
     rank.worker.close()
+
+
+def test_a_load_into_the_null_block_is_an_error():
+    """A block that a sliding window has let go has none on the device."""
+    setup = make_setup(groups=(CacheGroup(4),), hash_unit=4)
+    orders = Orders(setup, ChunkedTokenDatabase(setup, Naming.BLOCK))
+    meta = ReqMeta("a", (np.array([NULL_BLOCK, 2]),), tuple(HASHES[:2]), LoadSpec(1, 0, 8, False), None)
+    with pytest.raises(ValueError, match="group 0 of a has no blocks for what is to be loaded"):
+        orders.load_job(meta)

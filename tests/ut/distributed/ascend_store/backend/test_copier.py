@@ -82,6 +82,15 @@ def test_scattered_pieces_arrive_where_they_belong(saving):
     assert np.array_equal(target, expected)
 
 
+def test_long_and_short_pieces_in_one_call():
+    target = np.zeros(ROOM, np.uint8)
+    pieces = [(0, 8, LONG), (LONG + 3, 2 * LONG, 5), (2 * LONG, 3 * LONG + 1, LONG + 1)]
+    assert copy_fenced(HostCopier(), True, *ranges(NOISE, target, pieces), open_fence()) == 2 * LONG + 6
+    for begin, to, length in pieces:
+        assert np.array_equal(target[to : to + length], NOISE[begin : begin + length])
+    assert np.count_nonzero(target) == 2 * LONG + 6
+
+
 def test_neighbours_are_copied_in_one_piece():
     source, target = np.arange(400, dtype=np.uint8), np.zeros(400, np.uint8)
     recorder = Recorder()
