@@ -3,8 +3,11 @@
     make bench-engine            # prints a table and writes build/bench-engine.json
     make bench-mooncake          # the same on a real Mooncake Store: build/bench-mooncake.json
 
-All engines are up at the same time and take turns, so that what else the machine does hits all of them alike. The
-figures are medians; what counts are the ratios, to no connector and to vLLM's own prefix cache.
+All engines are up at the same time and take turns, each round in another order, so that what else the machine does
+hits all of them alike. What counts are the ratios within a round, to no connector and to vLLM's own prefix cache: their
+median, and the interval in which it lies with 95 %. Two engines that do the same differ by some percent for as long as
+they live, by where their memory happens to lie: new prompts, whose differences are as small, are timed in three engines
+of each kind, and the report has each engine's ratio to the mean of those without a connector.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ import itertools
 import json
 import os
 import platform
-import statistics
+import random
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from tqdm import tqdm
 
 from fixtures.mooncake import MISSING, MooncakeMaster
 from tests.e2e.engine.client import Engine, EngineConfig, Launcher
@@ -29,11 +35,16 @@ from tests.e2e.engine.tiny_model import TinyModel
 MODEL = TinyModel(layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64)
 TOKENS = 512
 POOL_BYTES = 512 << 20
+CACHE = "vLLM prefix cache"
+NEW = "none, new prompts"
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One engine. ``hits``: its prompt is always the same and in the pool, or in vLLM's cache if that is not reset."""
+    """Engines of one kind: one for hits, three for new prompts.
+
+    ``hits``: its prompt is always the same and in the pool, or in vLLM's cache if that is not reset.
+    """
 
     name: str
     transfer: dict[str, Any] | None = None
@@ -41,6 +52,19 @@ class Variant:
     reset: bool = True
     hits: bool = True
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def engines(self) -> int:
+        return 1 if self.hits else 3
+
+    def transfer_of(self, number: int) -> dict[str, Any] | None:
+        """The transfer configuration of one of the engines: each answers look-ups on a socket of its own."""
+        if self.transfer is None or not number:
+            return self.transfer
+        extra = self.transfer["kv_connector_extra_config"]
+        return self.transfer | {
+            "kv_connector_extra_config": extra | {"lookup_rpc_port": extra["lookup_rpc_port"] + 100 * number}
+        }
 
 
 def ours(pool: str, sockets: str, port: int, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
@@ -66,13 +90,13 @@ def variants(folder: Path) -> list[Variant]:
     example = {"shared_storage_path": str(folder / "example")}
     return [
         Variant("none", prefix_cache=False),
-        Variant("vLLM prefix cache", reset=False),
+        Variant(CACHE, reset=False),
         Variant("pool, hit", ours(pool, sockets, next(port))),
         Variant("pool, hit without checksum", ours(f"{pool}-n", sockets, next(port), checksum=False)),
         Variant("pool, hit async", ours(pool, sockets, next(port), load_async=True)),
         Variant("pool, hit layerwise", ours(pool, sockets, next(port), use_layerwise=True)),
         Variant("vLLM ExampleConnector, hit", theirs("ExampleConnector", example)),
-        Variant("none, new prompts", prefix_cache=False, hits=False),
+        Variant(NEW, prefix_cache=False, hits=False),
         Variant(
             "pool, miss, not saved",
             ours(pool, sockets, next(port), role="kv_consumer", consumer_is_to_load=True),
@@ -99,11 +123,11 @@ def mooncake_variants(folder: Path, master: str) -> list[Variant]:
 
     return [
         Variant("none", prefix_cache=False),
-        Variant("vLLM prefix cache", reset=False),
+        Variant(CACHE, reset=False),
         Variant("pool on Mooncake, hit", pool(), environment=environment),
         Variant("pool on Mooncake, hit async", pool(load_async=True), environment=environment),
         Variant("vLLM MooncakeStore, hit async", store(), environment=environment),
-        Variant("none, new prompts", prefix_cache=False, hits=False),
+        Variant(NEW, prefix_cache=False, hits=False),
         Variant("pool on Mooncake, miss, saved", pool(), hits=False, environment=environment),
         Variant("vLLM MooncakeStore, miss, saved", store(), hits=False, environment=environment),
     ]
@@ -113,7 +137,8 @@ def theirs(name: str, extra: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def measure(repeats: int, mooncake: bool) -> dict[str, Any]:
+def measure(repeats: int, mooncake: bool) -> dict[str, np.ndarray]:
+    """Seconds to the first token by variant: [engines, repeats]."""
     with tempfile.TemporaryDirectory(prefix="bench-engine-") as name, ExitStack() as stack:
         folder = Path(name)
         model = MODEL.write(folder / "model")
@@ -122,22 +147,45 @@ def measure(repeats: int, mooncake: bool) -> dict[str, Any]:
         )
         launcher = Launcher(folder / "launcher.log")
         stack.callback(launcher.close)
-        engines: dict[Variant, Engine] = {}
-        for number, variant in enumerate(chosen):
+        turns: list[tuple[Variant, int, Engine]] = []
+        each = [(variant, number) for variant in chosen for number in range(variant.engines)]
+        for variant, number in tqdm(each, "engines started"):
             options = {"enable_prefix_caching": variant.prefix_cache, "kv_cache_memory_bytes": 256 << 20}
-            config = EngineConfig(model, variant.transfer, options, variant.environment)
-            engines[variant] = stack.enter_context(launcher.engine(config, folder / f"{number}.log"))
-        times: dict[Variant, list[float]] = {variant: [] for variant in engines}
+            config = EngineConfig(model, variant.transfer_of(number), options, variant.environment)
+            engine = stack.enter_context(launcher.engine(config, folder / f"{len(turns)}.log"))
+            turns.append((variant, number, engine))
+        times = {variant.name: np.empty((variant.engines, repeats)) for variant in chosen}
         (same,) = prompts("bench", TOKENS)
-        for number in range(-2, repeats):  # the first two save, fill caches and warm up
-            for variant, engine in engines.items():
-                prompt = same if variant.hits else prompts((variant.name, number), TOKENS)[0]
+        order = random.Random(0)
+        for repeat in tqdm(range(-2, repeats), "rounds"):  # the first two save, fill caches and warm up
+            order.shuffle(turns)
+            for variant, number, engine in turns:
+                prompt = same if variant.hits else prompts((variant.name, number, repeat), TOKENS)[0]
                 if variant.prefix_cache and variant.reset:
                     engine.reset_prefix_cache()
-                seconds = engine.call("timing:first_token", prompt=prompt, number=number)
-                if number >= 0:
-                    times[variant].append(seconds)
-        return {variant.name: statistics.median(seconds) for variant, seconds in times.items()}
+                seconds = engine.call("timing:first_token", prompt=prompt, number=repeat)
+                if repeat >= 0:
+                    times[variant.name][number, repeat] = seconds
+        return times
+
+
+def row(variant: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
+    seconds = times[variant]
+    base = times["none" if len(seconds) == 1 else NEW].mean(axis=0)
+    return {
+        "ms": 1e3 * float(np.median(seconds)),
+        "to none": middle(seconds.mean(axis=0) / base),
+        "to none, each engine": np.median(seconds / base, axis=1).round(3).tolist(),
+        "to prefix cache": middle(seconds.mean(axis=0) / times[CACHE][0]),
+        "all ms": (1e3 * seconds).round(3).tolist(),
+    }
+
+
+def middle(ratios: np.ndarray) -> dict[str, float]:
+    """The median of the rounds' ratios and its 95 % interval (percentile bootstrap, Efron 1979)."""
+    draws = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
 
 
 def main() -> None:
@@ -151,17 +199,16 @@ def main() -> None:
     out = options.out or Path("build", f"bench-{'mooncake' if options.mooncake else 'engine'}.json")
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    medians = measure(options.repeats, options.mooncake)
-    rows = {
-        name: {
-            "ms": 1e3 * seconds,
-            "to none": seconds / medians["none, new prompts" if "miss" in name else "none"],
-            "to prefix cache": seconds / medians["vLLM prefix cache"],
-        }
-        for name, seconds in medians.items()
-    }
-    for name, row in rows.items():
-        print(f"{name:32} {row['ms']:8.2f} ms   {row['to none']:6.3f} of none   {row['to prefix cache']:7.3f} of cache")
+    times = measure(options.repeats, options.mooncake)
+    rows = {name: row(name, times) for name in times}
+    print(f"{'':32} {'median':>11}   {'of none (95 %)':21}   {'of prefix cache (95 %)':22}  of none, each engine")
+    for name, figures in rows.items():
+        none, cache = (
+            f"{ratio['median']:6.3f} ({ratio['low']:5.3f}-{ratio['high']:6.3f})"
+            for ratio in (figures["to none"], figures["to prefix cache"])
+        )
+        engines = "  ".join(f"{ratio:.3f}" for ratio in figures["to none, each engine"])
+        print(f"{name:32} {figures['ms']:8.2f} ms   {none}   {cache}  {engines}")
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     out.parent.mkdir(parents=True, exist_ok=True)
     report = {"machine": machine, "prompt_tokens": TOKENS, "repeats": options.repeats, "rows": rows}
