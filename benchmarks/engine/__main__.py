@@ -7,7 +7,9 @@ All engines are up at the same time and take turns, each round in another order,
 hits all of them alike. What counts are the ratios within a round, to no connector and to vLLM's own prefix cache: their
 median, and the interval in which it lies with 95 %. Two engines that do the same differ by some percent for as long as
 they live, by where their memory happens to lie: new prompts, whose differences are as small, are timed in three engines
-of each kind, and the report has each engine's ratio to the mean of those without a connector.
+of each kind, and the report has each engine's ratio to the mean of those without a connector. A Mooncake Store's memory
+is used once before: its first use costs as much again as the whole save (page faults), and a store in service has that
+behind it.
 """
 
 from __future__ import annotations
@@ -112,6 +114,8 @@ def mooncake_variants(folder: Path, master: str) -> list[Variant]:
     sizes = {"global_segment_size": POOL_BYTES, "local_buffer_size": 128 << 20}
     where = {"metadata_server": "P2PHANDSHAKE", "master_server_address": master, "protocol": "tcp", "device_name": ""}
     settings.write_text(json.dumps(where | sizes))
+    nearby = folder / "mooncake-nearby.json"
+    nearby.write_text(json.dumps(where | sizes | {"preferred_segment": True}))
     environment = {"MOONCAKE_CONFIG_PATH": str(settings), "VLLM_HOST_IP": "127.0.0.1"}
     sockets, port = str(folder), itertools.count(1)
 
@@ -129,6 +133,12 @@ def mooncake_variants(folder: Path, master: str) -> list[Variant]:
         Variant("vLLM MooncakeStore, hit async", store(), environment=environment),
         Variant(NEW, prefix_cache=False, hits=False),
         Variant("pool on Mooncake, miss, saved", pool(), hits=False, environment=environment),
+        Variant(
+            "pool on Mooncake, miss, nearby",
+            pool(),
+            hits=False,
+            environment=environment | {"MOONCAKE_CONFIG_PATH": str(nearby)},
+        ),
         Variant("vLLM MooncakeStore, miss, saved", store(), hits=False, environment=environment),
     ]
 
@@ -137,14 +147,30 @@ def theirs(name: str, extra: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+def use_once(master: str, size: int) -> None:
+    """Fill the Mooncake Store with ``size`` bytes, and empty it again."""
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    piece = np.ones(8 << 20, np.uint8)
+    if store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) != 0:
+        raise RuntimeError(f"no client of the Mooncake Store at {master}")
+    try:
+        store.register_buffer(piece.ctypes.data, piece.nbytes)
+        for number in range(size // piece.nbytes):
+            store.batch_put_from([f"used once {number}"], [piece.ctypes.data], [piece.nbytes])
+        store.remove_all(True)
+    finally:
+        store.close()
+
+
 def measure(repeats: int, mooncake: bool) -> dict[str, np.ndarray]:
     """Seconds to the first token by variant: [engines, repeats]."""
     with tempfile.TemporaryDirectory(prefix="bench-engine-") as name, ExitStack() as stack:
         folder = Path(name)
         model = MODEL.write(folder / "model")
-        chosen = (
-            mooncake_variants(folder, stack.enter_context(MooncakeMaster()).address) if mooncake else variants(folder)
-        )
+        master = stack.enter_context(MooncakeMaster()).address if mooncake else None
+        chosen = variants(folder) if master is None else mooncake_variants(folder, master)
         launcher = Launcher(folder / "launcher.log")
         stack.callback(launcher.close)
         turns: list[tuple[Variant, int, Engine]] = []
@@ -154,6 +180,8 @@ def measure(repeats: int, mooncake: bool) -> dict[str, np.ndarray]:
             config = EngineConfig(model, variant.transfer_of(number), options, variant.environment)
             engine = stack.enter_context(launcher.engine(config, folder / f"{len(turns)}.log"))
             turns.append((variant, number, engine))
+        if master is not None:
+            use_once(master, POOL_BYTES * sum("MOONCAKE_CONFIG_PATH" in variant.environment for variant, _, _ in turns))
         times = {variant.name: np.empty((variant.engines, repeats)) for variant in chosen}
         (same,) = prompts("bench", TOKENS)
         order = random.Random(0)

@@ -42,6 +42,14 @@ def test_two_processes_read_what_the_other_has_put(connect: Connect, new_peer: N
     assert peer.ask("get", keys=KEYS, size=SIZE) == ALL_OK
 
 
+def test_a_rank_that_prefers_its_own_memory_loses_nothing_with_another(connect: Connect, new_peer: NewPeer) -> None:
+    """The engine does not look at ``preferred_segment`` beside ``prefer_alloc_in_same_node``, which is on by default."""
+    backend, peer = connect(preferred_segment=True), new_peer()
+    assert put(backend, KEYS, SIZE) == ALL_OK
+    peer.kill()
+    assert get(backend, KEYS, SIZE) == ALL_OK
+
+
 def test_a_put_of_a_key_that_another_process_has_only_begun_is_refused(connect: Connect, new_peer: NewPeer) -> None:
     """The engine answers 0 to such a put, and the key is not there."""
     backend, peer = connect(), new_peer()

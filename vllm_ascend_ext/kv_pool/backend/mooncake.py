@@ -98,9 +98,10 @@ class MooncakeEngine:
                 "version that answers, the protocol one that the installed wheel was built for, the memory there"
             )
         self._replication = module.ReplicateConfig()
-        self._replication.prefer_alloc_in_same_node = config.prefer_alloc_in_same_node
-        if config.preferred_segment:
+        if config.preferred_segment:  # alone: the engine does not look at it beside the other
             self._replication.preferred_segment = self._store.get_hostname()
+        else:
+            self._replication.prefer_alloc_in_same_node = config.prefer_alloc_in_same_node
 
     def register(self, address: int, length: int) -> None:
         code = self._store.register_buffer(address, length)
