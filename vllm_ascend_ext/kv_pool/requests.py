@@ -95,7 +95,7 @@ class PoolMetadata:
     ``computed_blocks``: ids, over all groups, of blocks that this step computes from their first token on; whatever was
     wrong with them is overwritten. ``lost_blocks``: failed to load in an earlier step, and a request of this one builds
     on them all the same: to be reported once more. ``delayed_free``: finished requests whose blocks vLLM keeps until
-    the worker names them as sent.
+    the worker names them as sent. ``idle``: nothing is computed in this step.
     """
 
     requests: list[ReqMeta] = field(default_factory=list)
@@ -103,6 +103,7 @@ class PoolMetadata:
     lost_blocks: frozenset[int] = frozenset()
     preempted: frozenset[str] = frozenset()
     delayed_free: frozenset[str] = frozenset()
+    idle: bool = False
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ class KVPoolScheduler:
             lost_blocks=lost,
             preempted=step.preempted,
             delayed_free=frozenset(self._delayed_free),
+            idle=not step.requests,
         )
 
     def request_finished(self, req_id: str) -> bool:

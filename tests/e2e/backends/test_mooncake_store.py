@@ -43,7 +43,7 @@ def test_two_processes_read_what_the_other_has_put(connect: Connect, new_peer: N
 
 
 def test_a_rank_that_prefers_its_own_memory_loses_nothing_with_another(connect: Connect, new_peer: NewPeer) -> None:
-    """The engine does not look at ``preferred_segment`` beside ``prefer_alloc_in_same_node``, which is on by default."""
+    """The engine does not look at ``preferred_segment`` beside ``prefer_alloc_in_same_node``, the default."""
     backend, peer = connect(preferred_segment=True), new_peer()
     assert put(backend, KEYS, SIZE) == ALL_OK
     peer.kill()

@@ -516,6 +516,10 @@ class TestUntrusted:
         desk, a, b = Desk(), request("a"), request("b")
         meta = desk.step((a, 5, 6), (b, 4, 4))
         assert [blocks.tolist() for blocks in meta.computed_blocks] == [[3, 2]]
+        assert not meta.idle
+
+    def test_a_step_that_computes_nothing_says_so(self):
+        assert Desk().step().idle
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from fixtures.parts import Blocks, make_setup
 from fixtures.stores import FlakyStore, answering, changing, holding, raising, wrong_bytes
 from vllm_ascend_ext import device
 from vllm_ascend_ext.kv_pool.calls import State
+from vllm_ascend_ext.kv_pool.clock import MONOTONIC
 from vllm_ascend_ext.kv_pool.errors import ConfigError, Status
 from vllm_ascend_ext.kv_pool.groups import CacheGroup
 from vllm_ascend_ext.kv_pool.keys import Topology
@@ -278,6 +279,36 @@ class TestAsyncLoads:
 
     def test_without_loads_nobody_waits_for_them(self, rank):
         rank.worker.wait_for_loads(LONG)
+        assert rank.step(idle=True)[0] == Transfers(set(), set(), set())
+
+    def test_a_step_without_work_waits_a_moment_for_the_load_that_the_engine_waits_for(self, rank, gate):
+        """Engines poll in empty steps, and one that does nothing else takes the loading thread its time."""
+        rank.fill("a")
+        rank.store.script("get", holding(gate))
+        rank.step(load(1, "a", 0, 8, [[11, 12]], is_async=True))
+        gate.wait_until_reached()
+        with ThreadPoolExecutor(1) as threads:
+            step = threads.submit(rank.step, idle=True)
+            gate.open()
+            assert step.result(LONG)[0].finished_recving == {"a"}
+
+    def test_that_moment_ends(self, tmp_path, gate):
+        rank = Rank(tmp_path, clock=MONOTONIC)
+        rank.fill("a")
+        rank.store.script("get", holding(gate))
+        rank.step(load(1, "a", 0, 8, [[11, 12]], is_async=True))
+        gate.wait_until_reached()
+        assert rank.step(idle=True)[0].finished_recving == set()
+        gate.open()
+        assert rank.worker.close() == []
+
+    def test_a_step_with_work_does_not_wait(self, rank, gate):
+        rank.fill("a")
+        rank.store.script("get", holding(gate))
+        rank.step(load(1, "a", 0, 8, [[11, 12]], is_async=True))
+        gate.wait_until_reached()
+        assert rank.step()[0].finished_recving == set()  # by a clock that stands still
+        gate.open()
 
 
 class TestSeveralGroups:
