@@ -52,12 +52,13 @@ class LeaseBook:
         self._stats = stats
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
+        self._returning: Counter[str] = Counter()  # the store has not answered yet
         self._debts: list[tuple[float, list[str]]] = []  # leases that the store didn't take back, and when they run out
 
     @property
     def held(self) -> Counter[str]:
         with self._lock:
-            return +Counter({key: held.taken for key, held in self._held.items()})
+            return +Counter({key: held.taken for key, held in self._held.items()}) + self._returning
 
     @property
     def debts(self) -> list[str]:
@@ -103,8 +104,14 @@ class LeaseBook:
                 if not held.holders:
                     gone += [key] * held.taken
                     del self._held[key]
-            self.released += len(gone)
-        self._remove(gone)
+            self._returning.update(gone)
+        try:
+            self._remove(gone)
+        finally:
+            with self._lock:
+                self._returning.subtract(gone)
+                self._returning = +self._returning
+                self.released += len(gone)
 
     def close(self) -> None:
         """Try once more to give back what the store didn't take. (Never earlier: it could be taken from somebody who

@@ -1,6 +1,7 @@
 """Leases acquired are leases released, key by key, whatever happens between; and nobody takes away another's."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from fixtures.clock import ManualClock
 from fixtures.footprint import footprint
+from fixtures.gates import Gate
 from fixtures.gva_stores import FlakyGvaStore, GvaPool, LaxGvaStore, StrictGvaStore
-from fixtures.stores import answering, changing, raising
+from fixtures.stores import answering, changing, healthy, holding, raising
 from vllm_ascend_ext.kv_pool.backend.client import StoreClient
 from vllm_ascend_ext.kv_pool.backend.gva_client import GvaClient
 from vllm_ascend_ext.kv_pool.errors import Status
@@ -54,6 +56,12 @@ def bench():
     subject = Bench()
     subject.fill("a", "b", "c")
     return subject
+
+
+@pytest.fixture
+def gate():
+    with Gate() as opened_at_the_end:
+        yield opened_at_the_end
 
 
 class Stop(BaseException):
@@ -178,6 +186,21 @@ def test_leases_that_the_store_does_not_take_back_are_offered_again_at_the_end(b
     assert bench.pool.leased() == Counter(a=1)
     bench.book.close()
     bench.check_even()
+
+
+@pytest.mark.parametrize(("answer", "owed"), [(healthy, []), (answering(-3106), ["a"])])
+def test_a_lease_on_its_way_back_is_in_the_book_until_the_store_has_answered(bench, gate, answer, owed):
+    """Otherwise whoever looks meanwhile finds it nowhere: not held, and not owed either."""
+    bench.book.take(["a"])
+    bench.store.script("batch_remove_lease", holding(gate, answer))
+    with ThreadPoolExecutor(1) as threads:
+        giving_back = threads.submit(bench.book.give_back, ["a"])
+        gate.wait_until_reached()
+        assert (bench.book.held, bench.book.acquired, bench.book.released) == (Counter(a=1), 1, 0)
+        gate.open()
+        giving_back.result(60)
+    assert (bench.book.held, bench.book.acquired, bench.book.released) == (Counter(), 1, 1)
+    assert bench.book.debts == owed
 
 
 def test_leases_that_have_run_out_are_not_offered_again(bench):
