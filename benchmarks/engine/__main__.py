@@ -156,9 +156,11 @@ def use_once(master: str, size: int) -> None:
     if store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) != 0:
         raise RuntimeError(f"no client of the Mooncake Store at {master}")
     try:
-        store.register_buffer(piece.ctypes.data, piece.nbytes)
+        codes = [store.register_buffer(piece.ctypes.data, piece.nbytes)]
         for number in range(size // piece.nbytes):
-            store.batch_put_from([f"used once {number}"], [piece.ctypes.data], [piece.nbytes])
+            codes += store.batch_put_from([f"used once {number}"], [piece.ctypes.data], [piece.nbytes])
+        if any(codes):
+            raise RuntimeError(f"the Mooncake Store at {master} can't be filled: {sorted({*codes})}")
         store.remove_all(True)
     finally:
         store.close()

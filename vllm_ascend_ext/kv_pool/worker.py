@@ -31,7 +31,7 @@ from vllm_ascend_ext.kv_pool.transfer.worker_thread import Ticket
 _HANDLER_SHARE = 0.8
 """Of the client's time-out: an overdue look-up is answered before the client takes the server for dead."""
 
-IDLE_SECONDS = 0.002
+_IDLE_STEP_SECONDS = 0.002
 """For which a step without work waits for a load: an engine polls in such steps as fast as it can, which takes the
 loading thread its time; and this is how much later a request may begin that comes meanwhile."""
 
@@ -141,7 +141,7 @@ class KVPoolWorker:
         self._path.settle_loads()
         self._path.recving.expire()
         if meta.idle:
-            self.wait_for_loads(IDLE_SECONDS)
+            self.wait_for_loads(_IDLE_STEP_SECONDS)
         transfers = Transfers(set(), set(), set())
         for job_id, ticket in list(self._loading.items()):
             aborted, by_itself = ticket.job.req_id in ended, ticket.ended
